@@ -51,7 +51,12 @@ from lightning_zero.checkpoint.safetensors import read_safetensors, write_safete
 from lightning_zero.checkpoint.saver import Saver, collected
 from lightning_zero.checkpoint.stored_bytes import DamageError
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor, in_memory, make_ordinary
-from lightning_zero.checkpoint.values.sharded_value import ElsewhereError, ShardedValue
+from lightning_zero.checkpoint.values.read_on_use import ReadingAssigned
+from lightning_zero.checkpoint.values.sharded_value import (
+    ElsewhereError,
+    ShardedValue,
+    without_gathering,
+)
 from lightning_zero.checkpoint.weights import (
     are_bare_weights,
     load_bare_weights,

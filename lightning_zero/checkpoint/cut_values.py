@@ -31,7 +31,7 @@ def joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) -
     is_range = cut.dim == 0 and slot.stride == stride
     if is_range:
         start = cut.rank * slot.numel + piece.range.start
-        return ShardedValue.of(key, part, start, shape, stride)
+        return ShardedValue.of(key, part, start, shape, stride, control=comm.control)
     with lasting_tensors(), torch.no_grad():
         parts = comm.parts_of_ranks(part.detach())
         # Every ``cut.size``-th rank has a range of the same part, in order.
@@ -39,7 +39,8 @@ def joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) -
         whole = cut.whole_of([one.as_strided(slot.shape, slot.stride) for one in flat]).flatten()
         number, count, numel = comm.control.rank, comm.control.world_size, prod(shape)
         start, stop = (numel * n // count for n in (number, number + 1))
-        return ShardedValue.of(key, whole[start:stop].clone(), start, shape, stride)
+        part = whole[start:stop].clone()
+        return ShardedValue.of(key, part, start, shape, stride, control=comm.control)
 
 
 def local_optimizer_states(

@@ -37,7 +37,8 @@ class _StandIn:
         if self.shape is None:
             return sharded(key, piece, part, comm)
         stride = torch.empty(self.shape, device="meta").stride()
-        return ShardedValue.of(key, part.contiguous().reshape(-1), 0, self.shape, stride)
+        flat = part.contiguous().reshape(-1)
+        return ShardedValue.of(key, flat, 0, self.shape, stride, control=comm.control)
 
 
 class _Wrapper:

@@ -79,7 +79,8 @@ def sharded(key: str, piece: Piece, part: Tensor, comm: Communicator) -> Sharded
     slot = piece.range.slot
     if (cut := cut_of(piece.parameter)) is not None:
         return joined(key, piece, part, cut, comm)
-    return ShardedValue.of(key, part, piece.range.start, slot.shape, slot.stride)
+    start = piece.range.start
+    return ShardedValue.of(key, part, start, slot.shape, slot.stride, control=comm.control)
 
 
 # -- loading ---------------------------------------------------------------------------------------

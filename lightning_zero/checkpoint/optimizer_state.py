@@ -148,8 +148,9 @@ def _is_optimizer_state(state: Any) -> bool:
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
     groups = state.get("param_groups")
-    return isinstance(groups, list) and all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    return isinstance(groups, (list, tuple)) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
+        for group in groups
     )
 
 
@@ -193,7 +194,8 @@ def _faults(
             continue  # steps of whole parameters may keep tensors of any shape
         for name, value in entries.items():
             # A state has one number per element, or a single one.
-            if isinstance(value, Tensor) and value.dim() and value.shape != shape:
+            is_tensor = isinstance(value, Tensor) and value.dim() and value.shape != shape
+            if is_tensor and not (name == "step" and value.numel() == 1):
                 yield (
                     f"its {name!r} of {name_there!r} has shape {tuple(value.shape)}, but the"
                     f" parameter has shape {tuple(shape)}"

@@ -128,7 +128,8 @@ def collected(checkpoint: Any, control: Control) -> Any:
 def _with(value: Any, whole: dict[str, torch.Tensor]) -> Any:
     """Copy nested containers with whole tensors in place of sharded values."""
     if isinstance(value, ShardedValue):
-        return whole[value.key]
+        settled = value.settled()
+        return whole[value.key] if settled is value else settled
     if isinstance(value, dict):
         copied = copy.copy(value)
         copied.update({key: _with(item, whole) for key, item in value.items()})

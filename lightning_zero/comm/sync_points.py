@@ -39,6 +39,7 @@ class SyncPoint(Enum):
     TOUCH = TOUCH
     GRADIENT = GRADIENT
     STATES = "the whole states of an optimizer"
+    VALUE = "the whole value in a state dict"
     COMPARE = "the comparison of models, settings and optimizers"
 
 

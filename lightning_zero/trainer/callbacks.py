@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_zero.checkpoint import ReadingAssigned
 from lightning_zero.engine import Engine, Replacements
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.weight_average import Average, is_by_element
@@ -167,6 +168,19 @@ class AdaptedCallbacks:
                 self._averages[id(callback)].restore(whole)
             else:
                 internals.set_average(callback, None)
+
+
+def read_what_is_assigned(owners: Iterable[Any]) -> Replacements:
+    """Let ``on_load_checkpoint`` assign loaded tensors to ``parameter.data``, until removed."""
+
+    def within(method: Callable[..., Any], *args: Any) -> Any:
+        with ReadingAssigned():
+            return method(*args)
+
+    replaced = Replacements()
+    for owner in owners:
+        replaced.wrap(owner, "on_load_checkpoint", within)
+    return replaced
 
 
 def _on_pieces(

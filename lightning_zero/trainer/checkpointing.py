@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -35,6 +36,7 @@ from lightning_zero.checkpoint import (
     local_optimizer_states,
     module_state,
     optimizer_state,
+    without_gathering,
 )
 from lightning_zero.comm import Outcome, whole
 from lightning_zero.engine import Engine
@@ -93,6 +95,8 @@ class SavingStrategy(SteppingStrategy):
         if self._run is None:  # an ordinary module, before the ranks are connected
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
+        if self._open_engine is not None:
+            self._open_engine.sharded.keep_edits()  # by hooks that were given the checkpoint
         is_ours = storage_options is None and self._writes_files
         if not is_ours and self.settings.checkpoint == "dcp":
             plugin = type(plugins_of(self.checkpoint_io)[-1]).__name__
@@ -146,8 +150,9 @@ class SavingStrategy(SteppingStrategy):
 
         with outcome.attempt():
             if self.is_global_zero and not self._plugin_reads:
+                innermost = plugins_of(self.checkpoint_io)[-1]
                 try:
-                    with replaced(plugins_of(self.checkpoint_io)[-1], save_checkpoint=note):
+                    with replaced(innermost, save_checkpoint=note), without_gathering():
                         self._save_by_plugin(checkpoint, filepath, storage_options)
                         for plugin in plugins_of(self.checkpoint_io):
                             wait_for_plugin(plugin)
@@ -250,7 +255,7 @@ class SavingStrategy(SteppingStrategy):
             # As under DDP, the checkpoint is read and its hooks run before setup. Values are copied
             # once each rank knows its part and the optimizers exist and can be checked.
             # What callbacks do to its weights later, when they are loaded, comes too late.
-            self._run.pending = (checkpoint, copy.copy(checkpoint["state_dict"]), strict)
+            self._run.pending = (checkpoint, _copied(checkpoint["state_dict"]), strict)
         else:
             self._load_weights(checkpoint["state_dict"], strict)
 
@@ -385,3 +390,8 @@ class SavingStrategy(SteppingStrategy):
                 f" configure_optimizers returned {here}. They are paired in order. "
                 + (f"Optimizers that begin fresh: {what}." if fresh else f"Unused states: {rest}.")
             )
+
+
+def _copied(weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a copy, of the same class if such an object can be copied."""
+    return dict(weights) if isinstance(weights, MappingProxyType) else copy.copy(weights)

@@ -36,7 +36,11 @@ from lightning_zero.plan import (
 )
 from lightning_zero.tensors import PartlyRead
 from lightning_zero.trainer import internals
-from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_whole_averages
+from lightning_zero.trainer.callbacks import (
+    AdaptedCallbacks,
+    read_what_is_assigned,
+    refuse_whole_averages,
+)
 from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.deepspeed_config import Demands
 from lightning_zero.trainer.graph_logging import log_whole_graphs
@@ -205,7 +209,10 @@ class ZeROStrategy(SavingStrategy):
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
             is_fitting = trainer.state.fn == TrainerFn.FITTING
-            self._run.callbacks = AdaptedCallbacks(callbacks_of(trainer), is_fitting=is_fitting)
+            callbacks = callbacks_of(trainer)
+            self._run.callbacks = AdaptedCallbacks(callbacks, is_fitting=is_fitting)
+            reading = read_what_is_assigned([self._module, *callbacks])
+            self._run.stand_ins.callback(reading.remove)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,7 +18,8 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from tests.oracle.checkpoints import nothing_is_small
-from tests.oracle.projects import WIDTH, Regression, make_trainer, rows
+from tests.oracle.projects import WIDTH, Regression, Run, make_strategy, make_trainer, rows
+from tests.oracle.projects import assert_like_ddp as runs_like_ddp
 from tests.oracle.ranks import Pools
 
 Edit = Callable[[Any, dict[str, Any]], object]
@@ -157,6 +162,122 @@ def take_the_other_tensors(module: Any, checkpoint: Any) -> None:
     checkpoint["state_dict"]["head.bias"] = checkpoint["also"]
 
 
+def assign_data(module: Any, checkpoint: Any) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.data = checkpoint["state_dict"][name]
+    module.head.weight.detach().mul_(2)
+    checkpoint["state_dict"] = dict(module.state_dict())
+
+
+def use_other_classes(module: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"] = MappingProxyType(checkpoint["state_dict"])
+    for state in checkpoint["optimizer_states"]:
+        for group in state["param_groups"]:
+            group["params"] = tuple(group["params"])
+        state["param_groups"] = tuple(state["param_groups"])
+    for of_one in checkpoint["optimizer_states"][0]["state"].values():
+        of_one["step"] = of_one["step"].view(1)
+
+
+def fuse_and_split(module: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    names = [f"net.blocks.{number}.linear.weight" for number in range(3)]
+    for name, part in zip(names, torch.cat([weights[n] for n in names]).chunk(3), strict=True):
+        weights[name] = part.t()
+
+
+# -- what is read while it is saved ----------------------------------------------------------------
+
+
+def computed(module: Any, checkpoint: Any) -> Any:
+    weights, states = checkpoint["state_dict"], checkpoint["optimizer_states"][0]["state"]
+    weights["head.weight"] = weights["head.weight"] * 2 + weights["net.stem.weight"].t()
+    return [value.double().sum().item() for value in weights.values()], [
+        state["exp_avg"].norm() for state in states.values()
+    ]
+
+
+def copied(module: Any, checkpoint: Any) -> Any:
+    weights, file = checkpoint["state_dict"], io.BytesIO()
+    torch.save(weights, file)
+    copies = copy.deepcopy(weights), pickle.loads(pickle.dumps(dict(weights)))
+    # What is a tensor of its own may be changed in place.
+    changed = [weights["head.bias"].clone().mul_(2), copies[0]["head.bias"].add_(1)]
+    changed.append(weights["head.bias"].half().mul_(2))
+    return [*copies, torch.load(io.BytesIO(file.getvalue())), *changed]
+
+
+def viewed(module: Any, checkpoint: Any) -> Any:
+    weights = checkpoint["state_dict"]
+    addresses = {value.data_ptr() for value in weights.values()}
+    rows = weights["head.weight"][:2], weights["head.weight"].numpy().tolist()
+    return len(addresses), rows, nn.Parameter(weights["head.bias"]), weights["head.bias"].data.cpu()
+
+
+def cast(module: Any, checkpoint: Any) -> Any:
+    values = checkpoint["state_dict"].values()
+    ways = [lambda v: v.to("cpu", torch.bfloat16), lambda v: v.type(torch.float64)]
+    return [way(value) for value in values for way in ways]
+
+
+def edited_weights(module: Any, checkpoint: Any) -> Any:
+    """The file has what a hook does to the module after its state was taken."""
+    with torch.no_grad():
+        module.head.weight.mul_(2)
+        module.net.blocks[0].linear.bias.zero_()
+
+
+READING = [computed, copied, viewed, cast, edited_weights]
+
+
+class Saving(Edited):
+    """Saves in the run, and keeps in the file what it has read."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.trainer.save_checkpoint(self.path)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["read"] = self.on_save(self, checkpoint)
+
+
+def read_while_saving(folder: str, read: Edit, strategies: list[Any]) -> list[Any]:
+    found = []
+    for number, strategy in enumerate(strategies):
+        module = Saving(on_save=read)
+        module.path = f"{folder}/{number}.ckpt"
+        make_trainer(strategy, limit_train_batches=3).fit(module, rows())
+        saved = torch.load(module.path, weights_only=False)
+        states = [state["state"] for state in saved["optimizer_states"]]
+        found.append(Run.of(module, notes=[saved["read"], dict(saved["state_dict"]), states]))
+    return found
+
+
+@pytest.mark.parametrize("read", READING, ids=lambda read: read.__name__)
+def test_what_is_saved_may_be_read(ranks: Pools, tmp_path: Path, read: Edit) -> None:
+    stage = 1 + READING.index(read) % 2
+    found = ranks(2).run(read_while_saving, str(tmp_path), read, ["ddp", stage, 3])
+    runs_like_ddp([dict(zip(("ddp", stage, 3), runs, strict=True)) for runs in found])
+
+
+def change_in_place(module: Any, checkpoint: Any) -> None:
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        checkpoint["state_dict"]["head.bias"].mul_(2)
+    checkpoint["state_dict"]["head.weight"][0].zero_()
+
+
+def change_while_saving(folder: str) -> None:
+    for kind in ("file", "dcp"):
+        with pytest.raises((RuntimeError, ValueError), match="was changed in place"):
+            read_while_saving(folder, change_in_place, [make_strategy(3, checkpoint=kind)])
+
+
+def test_weights_in_use_are_not_changed_by_a_save(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(change_while_saving, str(tmp_path))
+
+
+# -- edits of what is saved and loaded -------------------------------------------------------------
+
 ON_LOAD: list[Edit] = [
     clear_all_states,
     clear_one_state,
@@ -168,6 +289,9 @@ ON_LOAD: list[Edit] = [
     keep_own_weights,
     take_as_parameters,
     drop_weights,
+    assign_data,
+    use_other_classes,
+    fuse_and_split,
 ]
 ON_SAVE: list[tuple[Edit, Edit | None]] = [
     (clear_all_states, None),

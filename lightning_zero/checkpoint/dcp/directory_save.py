@@ -85,7 +85,8 @@ class DirectorySave(Save):
     @override
     def _take(self, checkpoint: Mapping[str, Any]) -> None:
         entries, rest = entries_of(checkpoint, self._parameters)
-        for where, value in entries.items():
+        for where, given in entries.items():
+            value = given.settled() if isinstance(given, ShardedValue) else given
             if isinstance(value, ShardedValue):
                 self._take_value(where, value)
             elif is_wrapper(value):

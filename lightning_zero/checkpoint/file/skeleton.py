@@ -144,6 +144,8 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, ShardedValue):
             return NotImplemented
+        if (value := obj.settled()) is not obj:
+            return value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         shape, stride, dtype = obj.facts
         args: Any = (_Storage(obj), 0, shape, stride, False, OrderedDict())
         if _storage_type(dtype) is None:

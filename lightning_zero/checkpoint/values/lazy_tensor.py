@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.values.boxes import Box, boxes_in_memory, dense_stride, memory_order
 from lightning_zero.checkpoint.values.places import InOneRow
+from lightning_zero.checkpoint.values.read_on_use import ReadOnUse, call_with_values
 from lightning_zero.tensors import PartlyRead, internals, lasting_tensors, properties
 
 _CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ class Place(Protocol):
         """Copy ``region``, counted from the box's first element, to ``out`` of its shape."""
 
 
-class LazyTensor(PartlyRead):
+class LazyTensor(ReadOnUse, PartlyRead):
     """A tensor of whole shape that is read on use, and only as far as it is used.
 
     A rank that takes its own range of it reads only that range. Any other use reads the whole, so a
@@ -42,13 +43,11 @@ class LazyTensor(PartlyRead):
     Attributes:
         label: Its name in the checkpoint, for errors.
         places: Where the boxes that make up the tensor lie.
-        value: The whole tensor once it may have been changed, ``None`` before.
         is_checked: Whether all of it was found intact, so that reads need not check.
     """
 
     label: str
     places: tuple[Place, ...]
-    value: Tensor | None
     is_checked: bool
 
     @staticmethod
@@ -100,12 +99,14 @@ class LazyTensor(PartlyRead):
             args[1].read_to(flat, 0)
             flat[:0].zero_()  # as any change, it raises the version
             return first
+        if func is Tensor.detach and not args[0].requires_grad:
+            return args[0]
         if isinstance(first, LazyTensor) and first.value is None:
-            if func is Tensor.detach or (func is Tensor.to and first._is_alike(args[1:], kwargs)):
+            if func is Tensor.to and first._is_alike(args[1:], kwargs):
                 return first
             if func is Tensor.clone and not kwargs:
                 return first.read()
-        result, wholes = _call(func, args, kwargs)
+        result, wholes = call_with_values(func, args, kwargs)
         # What returns the tensor itself returns the lazy one.
         return next((lazy for lazy, whole in wholes if whole is result), result)
 
@@ -113,7 +114,7 @@ class LazyTensor(PartlyRead):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _call(func, args, kwargs or {})[0]
+        return call_with_values(func, args, kwargs or {})[0]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
@@ -160,8 +161,8 @@ class LazyTensor(PartlyRead):
 
     # -- reading -----------------------------------------------------------------------------------
 
+    @override
     def read(self) -> Tensor:
-        """Return the whole tensor, newly read unless it may have been changed."""
         if self.value is not None:
             return self.value
         # Modes that intercept the caller's functions must not see these.
@@ -318,44 +319,3 @@ def make_ordinary(module: nn.Module) -> None:
         for name, buffer in child._buffers.items():
             if isinstance(buffer, LazyTensor):
                 child._buffers[name] = buffer.read()
-
-
-def _call(
-    func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-) -> tuple[Any, list[tuple[LazyTensor, Tensor]]]:
-    """Call ``func`` with whole tensors, and keep those that the caller may change afterwards.
-
-    Returns the result, and each lazy tensor with the whole one that was given in its place.
-    """
-    versions: list[int] = []
-    wholes: list[tuple[LazyTensor, Tensor]] = []
-
-    def whole(value: Any) -> Any:
-        if isinstance(value, LazyTensor):
-            wholes.append((value, (found := value.read())))
-            versions.append(internals.version_of(found))
-            return found
-        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-            return type(value)(whole(item) for item in value)
-        return {k: whole(v) for k, v in value.items()} if type(value) is dict else value
-
-    result = func(*whole(args), **whole(dict(kwargs)))
-    for (lazy, found), version in zip(wholes, versions, strict=True):
-        # A call without a result changes something: an attribute, or a list of tensors.
-        is_changed = internals.version_of(found) != version or found.requires_grad
-        if is_changed or result is None or (result is not found and _shares(result, found)):
-            lazy.value = found
-    return result, wholes
-
-
-def _shares(result: Any, tensor: Tensor) -> bool:
-    if isinstance(result, (list, tuple)):
-        return any(_shares(item, tensor) for item in result)
-    # Even a result that is not a tensor may be a view: an array, a storage, an address.
-    return not isinstance(result, (bool, int, float, complex, str, torch.Size, type(None))) and (
-        not isinstance(result, Tensor)
-        or (
-            result.layout == torch.strided
-            and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        )
-    )

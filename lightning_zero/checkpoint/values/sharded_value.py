@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_zero.checkpoint.values.boxes import is_dense
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
-from lightning_zero.tensors import internals, lasting_tensors, properties
+from lightning_zero.checkpoint.values.read_on_use import ReadOnUse, call_with_values
+from lightning_zero.comm import Control, SyncPoint
+from lightning_zero.tensors import internals, lasting_tensors, properties, runs_outside
 
 _CPU = torch.device("cpu")
 
@@ -20,11 +24,11 @@ class ElsewhereError(RuntimeError):
     """A read of values that other ranks have."""
 
 
-class ShardedValue(Tensor):
+class ShardedValue(ReadOnUse):
     """A tensor of whole shape in a checkpoint; each rank has a part of its values.
 
     It may be renamed, dropped, moved, copied, cast and detached, as hooks that edit a checkpoint
-    do. Its values are not here, so reading them raises.
+    do. Any other use gathers the values, so all ranks make it together.
 
     Attributes:
         key: Its identity, the same on every rank; often a ``state_dict`` name.
@@ -32,6 +36,8 @@ class ShardedValue(Tensor):
             of the whole when they are written.
         start: The index of the first of them in the memory order of the whole tensor.
         facts: Shape, stride and dtype of the whole, to be read without a call of torch.
+        control: The ranks that have the parts; ``None`` if they cannot be gathered.
+        is_own: Whether it is a tensor of its own, not the module's or the optimizer's.
     """
 
     WHOLE = "whole tensor at"
@@ -41,6 +47,8 @@ class ShardedValue(Tensor):
     part: Tensor
     start: int
     facts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+    control: Control | None
+    is_own: bool
 
     @staticmethod
     def of(
@@ -50,6 +58,9 @@ class ShardedValue(Tensor):
         shape: Iterable[int],
         stride: Iterable[int],
         dtype: torch.dtype | None = None,
+        *,
+        control: Control | None = None,
+        is_own: bool = False,
     ) -> ShardedValue:
         """Return a tensor of which this rank has ``part``, from element ``start`` on."""
         facts = tuple(shape), tuple(stride), dtype or part.dtype
@@ -59,6 +70,7 @@ class ShardedValue(Tensor):
             )
         assert isinstance(value, ShardedValue)
         value.key, value.part, value.start, value.facts = key, part.detach(), start, facts
+        value.control, value.is_own, value.value = control, is_own, None
         return value
 
     @staticmethod
@@ -79,47 +91,101 @@ class ShardedValue(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer calls for metadata; everything else needs values that are not here."""
-        if func in _SAME:
-            return args[0]
+        """Answer calls for metadata, and copy and cast parts; everything else needs values."""
         if func in properties.FACTS:
             with internals.as_plain_tensors():
                 return func(*args, **(kwargs or {}))
-        if func is Tensor.clone:
-            return args[0].with_part(args[0].part.clone())
-        if (dtype := _dtype_of_cast(func, args, kwargs)) is not None:
-            value = args[0]
-            key = f"{value.key} as {dtype}"
-            shape, stride, _ = value.facts
-            return ShardedValue.of(key, value.part, value.start, shape, stride, dtype)
-        value = next((arg for arg in args if isinstance(arg, ShardedValue)), None)
-        raise ElsewhereError(
-            f"{value.key if value is not None else 'A tensor'!r} in this state dict is sharded over"
-            " the ranks, so its values cannot be read here. Read the parameter itself, within"
-            " `with lightning_zero.gathered(module):` on all ranks."
-        )
+        first = args[0]
+        if func is Tensor.detach and not args[0].requires_grad:
+            return args[0]
+        if isinstance(first, ShardedValue) and first.value is None:
+            if func in _SAME:
+                return first
+            if func is Tensor.clone and not kwargs:
+                return first.with_part(first.part.clone())
+            if func in _CASTS and (cast := first._cast(func, args[1:], kwargs or {})) is not None:
+                return cast
+        result, wholes = call_with_values(func, args, kwargs or {})
+        # What returns the tensor itself returns the sharded one.
+        return next((value for value, whole in wholes if whole is result), result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        raise ElsewhereError(f"{func} was called on a tensor that is sharded over the ranks.")
+        return call_with_values(func, args, kwargs or {})[0]
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ElsewhereError(
-            f"{self.key!r} is sharded over the ranks, so no single rank can pickle it. Save it with"
-            " `trainer.save_checkpoint(path)` on all ranks."
-        )
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.read().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
-    def __deepcopy__(self, memo: Any) -> ShardedValue:
-        return self.with_part(self.part.clone())
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.with_part(self.part.clone()) if self.value is None else self.value.clone()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedValue({self.key!r}, shape={tuple(self.shape)}, {self.dtype})"
 
     def with_part(self, part: Tensor) -> ShardedValue:
         """Return the same with the values ``part``."""
-        return ShardedValue.of(self.key, part, self.start, *self.facts)
+        return self._other(self.key, part, self.facts[2])
+
+    def _other(self, key: str, part: Tensor, dtype: torch.dtype) -> ShardedValue:
+        shape, stride, _ = self.facts
+        more: Any = {"control": self.control, "is_own": True}
+        return ShardedValue.of(key, part, self.start, shape, stride, dtype, **more)
+
+    def _cast(self, func: Any, args: Any, kwargs: Any) -> ShardedValue | None:
+        """Return the result if a call at most casts the value; ``None`` if it does more."""
+        if "memory_format" in kwargs:
+            return None
+        dtype = self.facts[2]
+        with internals.without_interception():
+            probe = torch.empty((), dtype=dtype, device=_CPU)
+            result = func(probe, *args, **kwargs)
+        if result is probe:
+            return self
+        if not isinstance(result, Tensor) or result.device != _CPU:
+            return None
+        if result.dtype is dtype:
+            return self.with_part(self.part.clone())
+        return self._other(f"{self.key} as {result.dtype}", self.part, result.dtype)
+
+    @override
+    @runs_outside
+    def read(self) -> Tensor:
+        if self.value is not None:
+            return self.value
+        if self.control is None or not _may_gather:
+            raise ElsewhereError(
+                f"{self.key!r} in this state dict is sharded over the ranks, so its values cannot"
+                " be read here. Read the parameter itself, within"
+                " `with lightning_zero.gathered(module):` on all ranks."
+            )
+        shape, stride, dtype = self.facts
+        with internals.without_interception(), lasting_tensors():
+            self.control.call(SyncPoint.VALUE, about=repr(self.key)).wait()
+            parts = self.control.gather_objects(self.part.to("cpu", copy=True))
+            whole = torch.empty_strided(shape, stride, dtype=dtype, device=_CPU)
+            whole.as_strided((prod(shape),), (1,)).copy_(torch.cat(parts))
+        return whole
+
+    @override
+    def keep(self, whole: Tensor, *, is_changed: bool) -> None:
+        if is_changed and not self.is_own:
+            raise RuntimeError(_IN_PLACE.format(self.key))
+        self.value = whole
+
+    def settled(self) -> Tensor:
+        """Return what is to be saved: the value itself, or the whole tensor if that may be another.
+
+        Raises:
+            RuntimeError: The whole tensor is another, but not one of its own.
+        """
+        if self.value is None or self.is_own:
+            return self if self.value is None else self.value
+        flat = self.value.as_strided((prod(self.facts[0]),), (1,))
+        if not torch.equal(flat[self.start :][: len(self.part)], self.part.cpu()):
+            raise RuntimeError(_IN_PLACE.format(self.key))
+        return self
 
     @property
     def is_whole(self) -> bool:
@@ -146,18 +212,23 @@ class ShardedValue(Tensor):
         return self.start * self.facts[2].itemsize
 
 
-_SAME = {Tensor.detach, Tensor.cpu, Tensor.contiguous}
-_CASTS = {
-    Tensor.half: torch.float16,
-    Tensor.bfloat16: torch.bfloat16,
-    Tensor.float: torch.float32,
-    Tensor.double: torch.float64,
-}
+_may_gather = True
 
 
-def _dtype_of_cast(func: Any, args: Any, kwargs: Any) -> torch.dtype | None:
-    """Return the dtype to which a call casts a sharded value, if that is all that it does."""
-    given = [*args[1:], *(kwargs or {}).values()]
-    if func is Tensor.to and len(given) == 1 and isinstance(given[0], torch.dtype):
-        return given[0]
-    return None if given else _CASTS.get(func)
+@contextlib.contextmanager
+def without_gathering() -> Iterator[None]:
+    """Enter a context, of one rank alone, in which reading values raises."""
+    global _may_gather
+    _may_gather = False
+    try:
+        yield
+    finally:
+        _may_gather = True
+
+
+_IN_PLACE = (
+    "{!r} in this state dict was changed in place, which would change the weights or states in use."
+    " Put a new tensor into the state dict, or change the parameter itself."
+)
+_SAME = {Tensor.cpu, Tensor.contiguous, properties.GET_DATA}
+_CASTS = {Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double}
