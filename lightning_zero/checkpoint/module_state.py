@@ -94,7 +94,6 @@ def load_module_state(
     state: Mapping[str, Any],
     *,
     strict: bool = True,
-    before: Callable[[], None] = lambda: None,
 ) -> Any:
     """Call ``module.load_state_dict`` once; each rank copies its own part of each value.
 
@@ -107,9 +106,8 @@ def load_module_state(
         engine: The engine that shards it, if any.
         state: Whole values, by name.
         strict: As for ``load_state_dict``.
-        before: Called once names and shapes fit, before anything is copied.
     """
-    load = ModuleLoad(module, lambda: engine, before)
+    load = ModuleLoad(module, lambda: engine)
     result = load.call(state, strict=strict)
     load.make()
     return result
@@ -128,20 +126,13 @@ class ModuleLoad(TorchFunctionMode):
     Args:
         module: The module, or a submodule.
         engine: Returns the engine that shards it, if any; called when there is something to copy.
-        before: Called once names and shapes fit, before anything is copied.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        engine: Callable[[], Engine | None],
-        before: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, module: nn.Module, engine: Callable[[], Engine | None]) -> None:
         super().__init__()
         self._module = module
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         self._engine = engine
-        self._before: Callable[[], None] | None = before
         self._noted: list[tuple[str, Any, int]] = []
         self._failure: Exception | None = None
 
@@ -198,9 +189,6 @@ class ModuleLoad(TorchFunctionMode):
     def make(self) -> None:
         """Make the noted copies; all ranks call it together."""
         noted, self._noted = self._noted, []
-        before, self._before = self._before, None
-        if before is not None:
-            before()
         for name, value, version in noted:
             if version != _version_of(value):
                 raise RuntimeError(

@@ -253,7 +253,7 @@ class SavingStrategy(SteppingStrategy):
             super().load_model_state_dict(checkpoint, strict)
         elif not self._run.is_set_up:
             # As under DDP, the checkpoint is read and its hooks run before setup. Values are copied
-            # once each rank knows its part and the optimizers exist and can be checked.
+            # once each rank knows its part.
             # What callbacks do to its weights later, when they are loaded, comes too late.
             self._run.pending = (checkpoint, _copied(checkpoint["state_dict"]), strict)
         else:
@@ -299,8 +299,11 @@ class SavingStrategy(SteppingStrategy):
         run.pending = None
         return {} if self._open_engine is not None else run.load.take_sources()
 
-    def _load_pending(self, trainer: pl.Trainer) -> None:
-        """Finish the loads that setup postponed, unless the Trainer is about to refuse them."""
+    def _load_pending(self) -> Mapping[str, Any] | None:
+        """Finish the loads that setup postponed, and return the checkpoint, if there is one.
+
+        As under DDP, the code that makes optimizers sees loaded weights.
+        """
         run = self._current
         (pending, run.pending), (load, run.load) = (run.pending, None), (run.load, None)
         run.is_set_up = True
@@ -309,35 +312,23 @@ class SavingStrategy(SteppingStrategy):
             if run.callbacks is not None:
                 run.callbacks.load()
         if pending is None:
-            return
+            return None
         checkpoint, weights, strict = pending
-        if self._is_fitting and "optimizer_states" not in checkpoint:
-            return
-
-        def check() -> None:
-            # Finetuning callbacks restore the checkpoint's param groups later, in on_fit_start.
-            finetunes = any(isinstance(each, BaseFinetuning) for each in callbacks_of(trainer))
-            if self._is_fitting and not finetunes:
-                self._check_optimizer_states(checkpoint)
-
-        self._load_weights(weights, strict, check)
+        self._load_weights(weights, strict)
         if run.callbacks is not None:
             run.callbacks.load()
+        return checkpoint
 
-    def _load_weights(
-        self,
-        weights: Mapping[str, Any],
-        strict: bool,
-        before: Callable[[], None] = lambda: None,
-    ) -> None:
+    def _check_resumable(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+        """Raise a ``ValueError`` if an optimizer cannot load its state, which it does later."""
+        # Finetuning callbacks restore the checkpoint's param groups later, in on_fit_start.
+        finetunes = any(isinstance(each, BaseFinetuning) for each in callbacks_of(trainer))
+        if "optimizer_states" in checkpoint and not finetunes:
+            self._check_optimizer_states(checkpoint)
+
+    def _load_weights(self, weights: Mapping[str, Any], strict: bool) -> None:
         with self._naming_the_file():
-            load_module_state(
-                self._module,
-                self._open_engine,
-                weights,
-                strict=strict,
-                before=before,
-            )
+            load_module_state(self._module, self._open_engine, weights, strict=strict)
 
     @contextmanager
     def _naming_the_file(self) -> Iterator[None]:

@@ -506,7 +506,8 @@ def fit_each(folder: str, paths: list[list[str | None]]) -> list[str]:
         module = model()
         before = {name: value.detach().clone() for name, value in module.state_dict().items()}
         errors.append(told(trainer.fit, module, Rows(), ckpt_path=path))
-        if errors[-1] != "no error":
+        # Weights are loaded before there are optimizers, as under DDP.
+        if errors[-1] != "no error" and "Cannot resume" not in errors[-1]:
             assert all(torch.equal(v, before[name]) for name, v in module.state_dict().items())
     return errors
 
@@ -598,9 +599,8 @@ def resume_from_odd_states(folder: str, kind: Any, key: str, values: list[Any]) 
             odd["optimizer_states"][0]["state"][2][key] = value
             torch.save(odd, path)
         trainers[0].strategy.barrier()
-        before = [value.detach().clone() for value in modules[1].parameters()]
         errors.append(told(trainers[1].fit, modules[1], Rows(), ckpt_path=path))
-        assert all(map(torch.equal, modules[1].parameters(), before))
+        assert all(map(torch.equal, modules[1].parameters(), modules[0].parameters()))
     return errors
 
 

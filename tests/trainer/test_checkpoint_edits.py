@@ -374,6 +374,33 @@ def test_edits_of_what_is_saved(
     assert_like_ddp(found, WORDS.get(edit, ""))
 
 
+class Started(Edited):
+    """Notes the weights that are there when optimizers are made."""
+
+    def configure_optimizers(self) -> Any:
+        self.losses += [float(p.detach().sum()) for p in self.parameters()]
+        return super().configure_optimizers()
+
+
+def start_again(folder: str, strategies: list[Any]) -> list[Any]:
+    found = []
+    for number, strategy in enumerate(strategies):
+        path, losses = f"{folder}/{number}.ckpt", []
+        for max_epochs, given in ((1, None), (2, path)):
+            module = Started()
+            trainer = make_trainer(strategy, max_epochs=max_epochs, limit_train_batches=1)
+            trainer.fit(module, rows(), ckpt_path=given)
+            trainer.save_checkpoint(path)
+            losses += module.losses
+        found.append(losses)
+    return found
+
+
+def test_optimizers_are_made_when_weights_are_loaded(ranks: Pools, tmp_path: Path) -> None:
+    for of_ddp, *others in ranks(2).run(start_again, str(tmp_path), ["ddp", 1, 3]):
+        assert all(losses == pytest.approx(of_ddp, rel=1e-5, abs=1e-6) for losses in others)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
