@@ -122,8 +122,11 @@ def _refuse_parameter_of(data: Any, caller: FrameType) -> None:
 
 
 _TORCH = os.path.dirname(torch.__file__)
-_HANDING_ON = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
-"""The modules of torch that pass a result of a parameter's methods on to their own caller."""
+_KEEPING = {
+    "torch.nn.modules.module", "torch.functional", "torch._tensor", "torch.optim.swa_utils",
+    "torch.nn.utils.convert_parameters",
+}  # fmt: skip
+"""The modules of torch that pass a view of a parameter on, or keep it while they use others."""
 
 
 def _view(parameter: Readable, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +149,7 @@ def _is_of_torch(frame: FrameType) -> bool:
         # A compiled graph, or code that torch's compiler writes around it; else a user's `exec`.
         is_graph = isinstance(frame.f_locals.get("self"), torch.fx.GraphModule)
         return is_graph or frame.f_code.co_filename.startswith(_TORCH)
-    return module.startswith("torch.") and module not in _HANDING_ON
+    return module.startswith("torch.") and module not in _KEEPING
 
 
 def _method(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from tests.oracle.projects import (
     Regression,
@@ -196,6 +197,22 @@ class SWAG(Callback):
             parameter.data.copy_(mean + (square - mean**2))
 
 
+class TorchsOwn(Callback):
+    """Code of torch that keeps views of many parameters while it goes on to others."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.average = AveragedModel(pl_module.net).requires_grad_(False)  # sharded, too
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.average.update_parameters(pl_module.net)
+        vector = nn.utils.parameters_to_vector(pl_module.net.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, pl_module.net.parameters())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.notes.append([p.detach().clone() for p in pl_module.average.parameters()])
+
+
 class Saves(Callback):
     """Saves weights as ``save_pretrained`` does, on all ranks or on one."""
 
@@ -217,6 +234,7 @@ CALLBACKS: dict[str, Callable[[], Callback]] = {
     "EMA by foreach": ForeachEMA,
     "EWC": EWC,
     "SWAG": SWAG,
+    "torch's own": TorchsOwn,
     "saves": lambda: Saves(of_all=True),
     "saves of one rank": lambda: Saves(of_all=False),
     "edits": Edits,
