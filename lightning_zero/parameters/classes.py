@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -23,18 +24,30 @@ from lightning_zero.tensors import internals, lasting_tensors, properties
 
 
 @functools.cache
-def _notice_func_wraps() -> None:
+def _notice_other_holders() -> None:
     """Make what transforms of ``torch.func`` are given readable: in their wrappers it would rest.
 
-    A wrapper holds what it wraps, as an autograd graph does, so it stays whole.
+    A wrapper holds what it wraps, as an autograd graph does, so it stays whole. What ``torch.jit``
+    traces is used without notice, so it gets copies.
     """
     internals.before_func_wraps(make_readable)
+    internals.before_tracing(_copied_if_given_back)
+
+
+def _copied_if_given_back(value: Any) -> Any:
+    parameters = value.parameters() if isinstance(value, torch.nn.Module) else ()
+    taken = (p for p in parameters if isinstance(p, (Guarded, Readable)))
+    if any(ownership_of(parameter).gives_back for parameter in taken):
+        return copy.deepcopy(value).requires_grad_(False)
+    return value
 
 
 @functools.cache
 def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
     name = f"Guarded{cls.__name__}" if mixin is Guarded else cls.__name__
-    return cast("type[Parameter]", type(name, (mixin, cls), {}))
+    made = cast("type[Parameter]", type(name, (mixin, cls), {}))
+    internals.trace_as_plain(made)
+    return made
 
 
 class ParameterClasses:
@@ -56,7 +69,7 @@ class ParameterClasses:
         home: Home,
         dtype: torch.dtype,
     ) -> None:
-        _notice_func_wraps()
+        _notice_other_holders()
         self._parameters = [parameter for _, parameter in named]
         for parameter in self._parameters:
             restore_class(parameter)

@@ -18,6 +18,7 @@ import torch
 import torch._functorch.eager_transforms as _transforms
 import torch._functorch.pyfunctorch as _func
 import torch._functorch.vmap as _vmap
+import torch.fx.experimental.proxy_tensor as _proxies
 import torch.optim.optimizer as _optimizers
 import torch.utils._foreach_utils as _foreach_utils
 import torch.utils._python_dispatch as _python_dispatch
@@ -72,6 +73,22 @@ def before_func_wraps(note: Callable[[Tensor], None]) -> None:
 
     for room, name in ((_transforms, "_wrap_tensor_for_grad"), (_vmap, "_add_batch_dim")):
         setattr(room, name, noting(getattr(room, name)))
+
+
+def before_tracing(prepared: Callable[[Any], Any]) -> None:
+    """Give ``torch.jit.trace`` what ``prepared`` returns for the modules that it is given.
+
+    It holds tensors where no class is asked; torch has no hook.
+    """
+    for name in ("trace", "trace_module"):
+        make = getattr(torch.jit, name)
+
+        @functools.wraps(make)
+        def made(*args: Any, make: Any = make, **kwargs: Any) -> Any:
+            given = {key: prepared(value) for key, value in kwargs.items()}
+            return make(*map(prepared, args), **given)
+
+        setattr(torch.jit, name, made)
 
 
 _TRACING = [torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL]
@@ -220,6 +237,12 @@ def without_hooks_of_all_steps() -> Iterator[None]:
     finally:
         for place, hooks in zip(places, kept, strict=True):
             place.update(hooks)
+
+
+def trace_as_plain(cls: type[Tensor]) -> None:
+    """Let ``make_fx``, and so ``torch.func.linearize``, trace tensors of a class as plain ones."""
+    handled: Any = _proxies
+    handled.HANDLED_TYPES = (*handled.HANDLED_TYPES, cls)
 
 
 def measure_together(cls: type[Any]) -> None:

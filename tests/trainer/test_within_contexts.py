@@ -7,6 +7,7 @@ a step, reads and edits of weights, collectives, a checkpoint) within each kind 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.func import functional_call, grad, grad_and_value, hessian, jacrev, jvp, vjp, vmap
+from torch.func import (
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero
 from lightning_zero.engine import engine_of
-from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, under_all, wired
+from tests.oracle.projects import WIDTH, Regression, Run, assert_like_ddp, fit, under_all, wired
 from tests.oracle.ranks import Pools
 
 UNUSED = "ddp_find_unused_parameters_true"
@@ -87,9 +99,14 @@ def penalty(module: Regression, batch: list[Tensor]) -> Tensor:
     return grad(lambda x: module.loss((x, batch[1])))(batch[0]).pow(2).sum() + module.loss(batch)
 
 
+def linearized(module: Regression, batch: list[Tensor]) -> Tensor:
+    out, tangent = linearize(module, batch[0])
+    return out.pow(2).mean() + tangent(batch[1]).pow(2).mean()
+
+
 TRANSFORMS = [
     maml, gradients_of_all_weights, gradients_of_each_row, tangents, pulled_back, curvature,
-    jacobians, penalty,
+    jacobians, penalty, linearized,
 ]  # fmt: skip
 
 
@@ -349,8 +366,18 @@ def kept_by_one_rank(module: Regression) -> Tensor:
     return sum(norms) + found
 
 
+def traced(module: Regression) -> Tensor:
+    x = torch.ones(2, WIDTH)
+    exported = torch.export.export(module.net, (x,)).module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        jitted = torch.jit.trace(func=module.net, example_inputs=x, check_trace=False)
+    total = sum(p.sum() for p in module.parameters())  # others are whole by now
+    return make_fx(module.net)(x)(2 * x) + exported(2 * x) + jitted(2 * x) + total
+
+
 GRAPHS = [
-    scaled, scaled_data, by_weights, read_between, transformed_scale, pulled_scale,
+    traced, scaled, scaled_data, by_weights, read_between, transformed_scale, pulled_scale,
     transformed_weights, transformed_copies, mapped_weights, tangents_of_weights,
     scaled_in_gathered, kept_by_one_rank,
 ]  # fmt: skip
