@@ -122,10 +122,8 @@ def _refuse_parameter_of(data: Any, caller: FrameType) -> None:
 
 
 _TORCH = os.path.dirname(torch.__file__)
-_KEEPING = {
-    "torch.nn.modules.module", "torch.functional", "torch._tensor", "torch.optim.swa_utils",
-    "torch.nn.utils.convert_parameters",
-}  # fmt: skip
+_KEEPING = {"torch.nn.modules.module", "torch.functional", "torch._tensor"}
+_KEEPING |= {"torch.optim.swa_utils", "torch.nn.utils.convert_parameters"}
 """The modules of torch that pass a view of a parameter on, or keep it while they use others."""
 
 

@@ -287,8 +287,10 @@ def resume_from_bad_files(folder: str) -> list[str]:
         try:
             trainer.fit(module, Rows(), ckpt_path=path)
         except (FileNotFoundError, KeyError, RuntimeError, ValueError) as error:
+            # Weights are loaded before there are optimizers, as under DDP.
+            is_of_states = "optimizer state" in str(error)
             for name, parameter in module.named_parameters():
-                assert torch.equal(parameter, before[name]), name
+                assert is_of_states or torch.equal(parameter, before[name]), name
             return f"{type(error).__name__}: {error}"
         return "no error"
 
