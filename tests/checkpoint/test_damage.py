@@ -146,7 +146,7 @@ def test_every_damaged_tensor_is_refused_by_all(
     path = tmp_path / "name"
     ranks(2).run(save_trained, str(path), kind, build)
     # On one rank each tensor is damaged, and in a directory each part of one.
-    every = 3 if world > 1 else 1
+    every = 6 if world > 1 else 1
     found = ranks(world).run(resume_from_damage, str(path), world, False, build, every)
     assert len(found[0]) * every > 25
     assert all(errors == found[0] for errors in found)

@@ -193,12 +193,12 @@ def test_torch_and_lightning_read_what_the_plain_file_holds(
 def test_every_directory_resumes_at_every_stage(
     ranks: Pools, directories: dict[str, list[float]], world: int
 ) -> None:
-    for stage in (1, 3):
-        for losses in ranks(world).run(resharding.resume, list(directories), stage, "32-true"):
-            for path, expected, found in zip(
-                directories, directories.values(), losses, strict=True
-            ):
-                assert found == pytest.approx(expected, rel=1e-5), (path, stage, world)
+    """Each directory at one of two stages, the other one at other numbers of ranks."""
+    for turn, stage in enumerate((1, 3)):
+        paths = list(directories)[(turn + world // 2) % 2 :: 2]
+        for losses in ranks(world).run(resharding.resume, paths, stage, "32-true"):
+            for path, found in zip(paths, losses, strict=True):
+                assert found == pytest.approx(directories[path], rel=1e-5), (path, stage, world)
 
 
 # -- FSDP2 programs and Lightning's strategy -------------------------------------------------------

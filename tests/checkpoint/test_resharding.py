@@ -17,6 +17,7 @@ from lightning_zero.checkpoint import (
     module_state,
     optimizer_state,
 )
+from tests.oracle.by_trainer import assert_close
 from tests.oracle.ranks import Pools
 from tests.oracle.resharding import (
     NUM_AFTER,
@@ -62,22 +63,30 @@ def files(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     return losses
 
 
-def test_all_uninterrupted_runs_agree(files: dict[str, list[float]]) -> None:
-    first, *others = files.values()
-    for other in others:
+def test_all_runs_and_files_agree(files: dict[str, list[float]]) -> None:
+    """So whoever resumes from one of them resumes from any."""
+    (path, first), *others = reversed(files.items())
+    plain = torch.load(path, weights_only=True)
+    states = plain["optimizer_states"][0]["state"]
+    for number in [n for n, state in states.items() if not state["exp_avg"].numel()]:
+        del states[number]  # what has no elements is on no rank
+    for path, other in others:
         assert other == pytest.approx(first, rel=1e-5)
+        found = torch.load(path, weights_only=True)
+        assert_close({key: found[key] for key in plain}, plain, path)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_file_resumes_at_every_stage(
     ranks: Pools, files: dict[str, list[float]], world: int
 ) -> None:
-    """On several ranks each file at one stage, and a file of every stage at every stage."""
+    """Each file on two numbers of ranks: all pairs of stages, and all pairs of numbers."""
     for stage in STAGES:
         paths = [
             path
             for number, path in enumerate(files)
-            if world == 1 or (sum(divmod(number, len(STAGES))) + world) % len(STAGES) == stage - 1
+            if (world - 1 - number // 3) % 4 in ((0, 1), (2, 3), (0, 2))[number % 3]
+            and (sum(divmod(number, 3)) + world) % 3 == stage - 1
         ]
         for losses in ranks(world).run(resume, paths, stage, "32-true"):
             for path, found in zip(paths, losses, strict=True):
@@ -110,11 +119,11 @@ def test_master_is_kept_under_mixed_precision(ranks: Pools, tmp_path: Path) -> N
         assert weight.dtype is torch.float32
         assert not torch.equal(weight, weight.bfloat16().float())
         assert state["optimizer_states"][0]["state"][0]["exp_avg"].dtype is torch.float32
-    for world in (1, 3):
-        for stage in STAGES:
-            losses = ranks(world).run(resume, list(files), stage, "bf16-mixed")[0]
-            for expected, found in zip(files.values(), losses, strict=True):
-                assert found == pytest.approx(expected, rel=1e-2)
+    for world, turn in ((1, 0), (3, 1)):
+        for number, (path, expected) in enumerate(files.items()):
+            stage = STAGES[(number + turn) % 3]
+            [found] = ranks(world).run(resume, [path], stage, "bf16-mixed")[0]
+            assert found == pytest.approx(expected, rel=1e-2), (path, stage, world)
 
 
 def fit_faults(path: str) -> list[str]:

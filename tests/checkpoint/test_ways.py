@@ -160,7 +160,8 @@ def test_files_are_those_of_ddp_and_anybody_resumes(
     saved, expected = (torch.load(paths[w], weights_only=True) for w in ("zero3", "ddp"))
     for key in ("state_dict", "optimizer_states"):
         assert_close(saved[key], expected[key], key)
-    for size, writer, reader in ((1, "zero3", "ddp"), (2, "ddp", "zero1"), (3, third, "zero3")):
+    # DDP reads zero3's file as its own, which it is.
+    for size, writer, reader in ((2, "ddp", "zero1"), (3, third, "zero3")):
         for found, after in ranks(size).run(fit, name, reader, "", paths[writer]):
             assert found == pytest.approx(losses[-len(found) :], rel=1e-4)
             for key, value in after.items():
