@@ -159,8 +159,9 @@ def test_train_gpt(example: Example) -> None:
 def test_train_gpt_with_layers_that_are_cut(example: Example) -> None:
     """Two tensor-parallel ranks share every batch, so the numbers are those of one rank."""
     config = ROOT / "examples" / "zero3.yaml"
-    smaller = {**SMALL, "--trainer.max_epochs": 1, "--model.depth": 1}
-    small = [word for pair in smaller.items() for word in pair]
+    smaller = {"--trainer.max_epochs": 1, "--trainer.limit_train_batches": 10}
+    smaller |= {"--data.context": 32, "--model.depth": 1}
+    small = [word for pair in {**SMALL, **smaller}.items() for word in pair]
     option = "--trainer.strategy.init_args.tensor_parallel_size"
     output = example("examples/train_gpt.py", "fit", "--config", config, *small, option, 2)
     losses = [float(value) for value in re.findall(r"val_loss ([\d.]+)", output)]
@@ -214,7 +215,7 @@ def test_predicting_beyond_memory(tmp_path: Path) -> None:
 
 def test_finetune_hf(example: Example, tmp_path: Path) -> None:
     """From a folder of weights, all of them or adapters: gradients and states are theirs."""
-    small = ("--epochs", 1, "--windows", 1024, "--folder", tmp_path / "pretrained")
+    small = ("--epochs", 1, "--windows", 768, "--folder", tmp_path / "pretrained")
     layer, others = 4 * 128 * 128 + 3 * 128 * 256 + 2 * 128, 2 * 256 * 128 + 128
     whole = 4 * layer + others
     adapters = 4 * 8 * (4 * 256 + 3 * (128 + 256))  # four layers, rank 8, seven matrices each
