@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
 IMPORTED = (
+    "functorch.compile",
     "torch.distributed.checkpoint",
     "lightning.pytorch.cli",
     "lightning.pytorch.demos.boring_classes",
@@ -42,7 +43,7 @@ IMPORTED = (
     "lightning_zero",
 )
 SHARED = "PYTEST_SERVERS"
-"""The variable that tells the folder of shared servers' addresses."""
+"""The variable that tells the folder that is shared, with the servers' addresses."""
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0
 LENGTH_BYTES = 4
@@ -88,8 +89,12 @@ class Process:
 @functools.cache
 def server(number: int) -> Server:
     """Return the server of this number, 0 or 1, which now begins to import if it is new."""
-    shared = os.environ.get(SHARED)
-    return Server(f"{shared or _new_folder()}/{number}", is_new=shared is None)
+    return Server(f"{session_folder()}/{number}", is_new=SHARED not in os.environ)
+
+
+def session_folder() -> Path:
+    """Return the folder that all processes of a session share."""
+    return Path(os.environ.get(SHARED) or _new_folder())
 
 
 def share_servers() -> None:
@@ -101,7 +106,7 @@ def share_servers() -> None:
 
 @functools.cache
 def _new_folder() -> str:
-    """The folder of the addresses of servers that this process starts."""
+    """Make a folder for the addresses of servers that this process starts, and for proofs."""
     folder = tempfile.mkdtemp(prefix="servers-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

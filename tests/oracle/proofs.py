@@ -1,20 +1,26 @@
-"""Proofs of optimizers, each taken once in a rank's process.
+"""Proofs of optimizers, each taken once by all ranks of a session.
 
 A trial steps toys for up to a second, and most tests on ranks adopt an optimizer that others have
 adopted before. So ranks keep what a proof has found, for an optimizer that is the same in all that
 a proof sees: its class, attributes and options, the shapes of its parameters, and the dtype and
-device in which they are stepped. One that has states is proved anew, and so is one with anything in
-it whose content is not seen here. In the process of a test, as in those of `tests/optimizer`,
-nothing is kept.
+device in which they are stepped. They share it where its classes and functions have names by which
+every process finds them. One that has states is proved anew, and so is one with anything in it
+whose content is not seen here. In the process of a test, as in those of `tests/optimizer`, nothing
+is kept.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import hashlib
 import importlib
+import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -32,8 +38,8 @@ class _Unseen(Exception):
     """There is something that may differ where its likeness does not."""
 
 
-def keep_proofs() -> None:
-    """Let this process prove equal optimizers once."""
+def keep_proofs(folder: Path) -> None:
+    """Let the processes that share a folder prove equal optimizers once."""
     module: Any = importlib.import_module("lightning_zero.optimizer.probe")
     probe, kept = module.probe, {}
 
@@ -42,17 +48,39 @@ def keep_proofs() -> None:
         optimizer: Any, master_of: Callable[..., Tensor] = lambda p: p, *, by_unit: bool = False
     ) -> Any:
         original = module.bare(optimizer)
+        prove = functools.partial(probe, optimizer, master_of, by_unit=by_unit)
         try:
             if module.is_known(original):  # without a proof
                 raise _Unseen
             key = _likeness(original, master_of), by_unit, *_surroundings()
         except _Unseen:
-            return probe(optimizer, master_of, by_unit=by_unit)
+            return prove()
         if key not in kept:
-            kept[key] = probe(optimizer, master_of, by_unit=by_unit)
+            kept[key] = _shared(folder, key, prove)
         return kept[key]
 
     module.probe = once
+
+
+def _shared(folder: Path, key: Any, prove: Callable[[], Any]) -> Any:
+    """Return what another process has found, which this one waits for, or prove and tell it."""
+    name = io.BytesIO()
+    pickler = pickle.Pickler(name)
+    pickler.fast = True  # equal keys have equal bytes
+    try:
+        pickler.dump(key)
+    except (pickle.PicklingError, AttributeError):  # a class or a function by no name
+        return prove()
+    if b"__main__" in name.getvalue():  # where each script has its own
+        return prove()
+    with (folder / hashlib.sha256(name.getvalue()).hexdigest()).open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if found := file.read():
+            return pickle.loads(found)
+        verdict = prove()
+        file.write(pickle.dumps(verdict))
+        return verdict
 
 
 def _surroundings() -> Iterator[Any]:

@@ -18,7 +18,7 @@ What a rank function may count on:
   launchers set (RANK, LOCAL_RANK, WORLD_SIZE, ...) are set, so a Lightning Trainer works too;
 - every call begins with the same seeds on all ranks, the default dtype, a clean `os.environ` and
   the repository's root as its folder;
-- an optimizer like one that the rank has seen before is not proved once more (proofs.py);
+- an optimizer like one that a rank has seen before is not proved once more (proofs.py);
 - `assert` explains itself and the project's warning filters hold, as in the test process.
 
 What goes wrong on any rank becomes one `RankError` that shows each rank: its traceback, or where
@@ -55,7 +55,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracle.forks import ROOT, Process, Server, server, without_pytest
+from tests.oracle.forks import ROOT, Process, Server, server, session_folder, without_pytest
 from tests.oracle.proofs import keep_proofs
 
 START_SECONDS = 240.0
@@ -203,7 +203,7 @@ class Rank:
         with log.open("wb") as output, there:
             process = server.start(
                 be_rank,
-                *(index, world_size, folder),
+                *(index, world_size, folder, session_folder()),
                 connection=there,
                 output=output,
                 environment=_environment(index, world_size),
@@ -310,14 +310,16 @@ def _stack_file(folder: Path, index: int) -> Path:
 # ---------------------------------------------------------------------------- the rank's side
 
 
-def be_rank(connection: Connection, index: int, world_size: int, folder: Path) -> NoReturn:
+def be_rank(
+    connection: Connection, index: int, world_size: int, folder: Path, shared: Path
+) -> NoReturn:
     """Be a rank until the test process goes away."""
     threading.Thread(target=_live_as_long_as_the_test, daemon=True).start()
     faulthandler.enable()
     stacks = _stack_file(folder, index).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    keep_proofs()
+    keep_proofs(shared)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=_NEVER)
     # pytest around the loop gives its assertion messages and the project's warning filters
