@@ -662,10 +662,6 @@ def test_gradients_are_those_of_plain_torch(ranks: Pools, name: str, stage: int)
 # ------------------------------------------------------------------------- touches at rest
 
 
-def _print(model: nn.Module) -> str:
-    return str(next(model.parameters()))
-
-
 def _save(model: nn.Module) -> None:
     torch.save(model.state_dict(), io.BytesIO())
 

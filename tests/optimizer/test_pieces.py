@@ -294,15 +294,16 @@ LOOPS: dict[str, Any] = {
 }
 
 
-def all_sharded(name: str) -> list[dict[str, Tensor]]:
-    return [sharded(name, stage) for stage in (1, 2, 3)]
+def at_stages(name: str, stages: tuple[int, ...]) -> list[dict[str, Tensor]]:
+    return [sharded(name, stage) for stage in stages]
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_loop_is_that_of_plain_torch(ranks: Pools, name: str) -> None:
     expected = plain(name)
-    for stages in ranks(WORLD).run(all_sharded, name):
-        for stage, found in enumerate(stages, start=1):
+    stages = (1 + list(LOOPS).index(name) % 2, 3)
+    for by_stage in ranks(WORLD).run(at_stages, name, stages):
+        for stage, found in zip(stages, by_stage, strict=True):
             for key, value in found.items():
                 torch.testing.assert_close(
                     value,
