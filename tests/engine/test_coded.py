@@ -29,7 +29,7 @@ WAYS: list[Way] = [
     (3, "32-true", 2, CODED),
     (3, "bf16-true", 1, CODED),
 ]
-STEPS = 6
+STEPS = 4
 
 
 def _engine(way: Way, name: str = "nested", **more: Any) -> Engine:
