@@ -303,18 +303,21 @@ ON_SAVE: list[tuple[Edit, Edit | None]] = [
 ]
 
 
-def save_and_resume(
-    strategy: Any, path: str, saved: dict[str, Any], loaded: dict[str, Any]
-) -> tuple[Any, list[str]]:
-    """Save after two steps and resume for two; both dictionaries hold arguments for each run."""
-    made = [EditingCallback(**given.pop("callback", {})) for given in (saved, loaded)]
-    trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=2, callbacks=made[0])
+def save(strategy: Any, path: str, saved: dict[str, Any]) -> None:
+    """Save after two steps of a run with these arguments."""
+    callback = EditingCallback(**saved.pop("callback", {}))
+    trainer = make_trainer(strategy, max_epochs=1, limit_train_batches=2, callbacks=callback)
     trainer.fit(Edited(**saved), rows())
     trainer.save_checkpoint(path)
+
+
+def resume(strategy: Any, path: str, loaded: dict[str, Any]) -> tuple[Any, list[str]]:
+    """Resume for two steps, in a run with these arguments."""
+    callback = EditingCallback(**loaded.pop("callback", {}))
     module = Edited(**loaded)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(strategy, max_epochs=2, limit_train_batches=2, callbacks=made[1])
+        trainer = make_trainer(strategy, max_epochs=2, limit_train_batches=2, callbacks=callback)
         with nothing_is_small():
             trainer.fit(module, rows(), ckpt_path=path)
     told = [str(one.message) for one in caught if "states of" in str(one.message)]
@@ -324,13 +327,29 @@ def save_and_resume(
 
 
 def under_each(
-    folder: str, saved: dict[str, Any], loaded: dict[str, Any], *, stage: int
+    folder: str, saved: dict[str, Any] | None, loaded: dict[str, Any], *, stage: int
 ) -> list[Any]:
-    """Under DDP and at a stage."""
-    return [
-        save_and_resume(name, f"{folder}/{name}.ckpt", dict(saved), dict(loaded))
-        for name in ("ddp", stage)
-    ]
+    """Save and resume under DDP and at a stage; with None, resume from what lies there."""
+    found = []
+    for name in ("ddp", stage):
+        path = f"{folder}/{name}.ckpt"
+        if saved is not None:
+            save(name, path, dict(saved))
+        found.append(resume(name, path, dict(loaded)))
+    return found
+
+
+def save_each(folder: str) -> None:
+    for name in ("ddp", 1, 2, 3):
+        save(name, f"{folder}/{name}.ckpt", {})
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of files that nobody has edited."""
+    folder = str(tmp_path_factory.mktemp("saved"))
+    ranks(2).run(save_each, folder)
+    return folder
 
 
 def assert_like_ddp(found: list[Any], words: str = "") -> None:
@@ -353,11 +372,11 @@ WORDS = {clear_all_states: NO_STATES, drop_the_last_optimizer: ONE_STATE}
     [(change_weights, "module"), *product(ON_LOAD, ("module", "callback"))],
     ids=lambda given: getattr(given, "__name__", given),
 )
-def test_edits_of_what_is_loaded(ranks: Pools, tmp_path: Path, edit: Edit, hook: str) -> None:
+def test_edits_of_what_is_loaded(ranks: Pools, saved: str, edit: Edit, hook: str) -> None:
     is_own = hook == "module"
     loaded = {"on_load": edit} if is_own else {"callback": {"on_load": edit}}
     stage = 3 if is_own else 1 + ON_LOAD.index(edit) % 2
-    found = ranks(2).run(under_each, str(tmp_path), {}, loaded, stage=stage)
+    found = ranks(2).run(under_each, saved, None, loaded, stage=stage)
     assert_like_ddp(found, WORDS.get(edit, ""))
 
 
