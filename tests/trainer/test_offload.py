@@ -24,6 +24,8 @@ from tests.oracle.device import beside_the_host
 from tests.oracle.messages import messages
 from tests.oracle.ranks import Pools
 
+STEPS = 6
+
 
 class Fused(Model):
     """As offload steps by itself, with states of which every file has some."""
@@ -40,7 +42,7 @@ class Fused(Model):
 def fit(name: Any, folder: str, *callbacks: Any, path: str | None = None, **more: Any) -> Fused:
     torch.manual_seed(0)
     module = Fused()
-    options = {"enable_checkpointing": False, "gradient_clip_val": 0.5, **more}
+    options = {"enable_checkpointing": False, "gradient_clip_val": 0.5, "max_steps": STEPS, **more}
     trainer = make_trainer(world(), name, folder, callbacks=list(callbacks), **options)
     trainer.fit(module, Rows(), ckpt_path=path)
     return module
@@ -50,7 +52,7 @@ def resumed_all_ways(folder: str, precision: str) -> None:
     whole = fit("zero3", folder, precision=precision).state_dict()
     for saved, going_on in (("zero3", "zero3_nvme"), ("zero3_nvme", "zero3"), ("zero3_nvme",) * 2):
         path = f"{folder}/{saved}-{going_on}.ckpt"
-        found = fit(saved, folder, Stop(path, 5), precision=precision).state_dict()
+        found = fit(saved, folder, Stop(path, 3), precision=precision).state_dict()
         assert all(torch.equal(value, whole[key]) for key, value in found.items())
         found = fit(going_on, folder, path=path, precision=precision).state_dict()
         assert all(torch.equal(value, whole[key]) for key, value in found.items())
@@ -86,7 +88,7 @@ def reported(folder: str, stage: int) -> tuple[list[str], dict[str, int], str]:
     fit(strategy, folder, monitor, traffic, precision="bf16-mixed", logger=notes)
     assert notes.logged["traffic/read_bytes"] > 0
     assert 0 < notes.logged["traffic/waiting_share"] < notes.logged["traffic/stepping_share"] < 1
-    assert monitor.times.bytes_read == 11 * notes.logged["traffic/read_bytes"]
+    assert monitor.times.bytes_read == (STEPS - 1) * notes.logged["traffic/read_bytes"]
     return monitor.differences, monitor.measured["step"], monitor.text(world())
 
 
@@ -213,9 +215,9 @@ def on_host(folder: str, name: str, precision: str) -> tuple[list[str], dict[str
     whole = fit(stage, folder, precision=precision).state_dict()
     monitor = MemoryMonitor()
     with beside_the_host(followed=False):
-        stop = Stop(f"{folder}/host.ckpt", 5)
+        stop = Stop(f"{folder}/host.ckpt", 3)
         fit(name, folder, stop, precision=precision)
-    found = fit(stage, folder, Stop(f"{folder}/device.ckpt", 5), precision=precision)
+    found = fit(stage, folder, Stop(f"{folder}/device.ckpt", 3), precision=precision)
     found = fit(stage, folder, path=f"{folder}/host.ckpt", precision=precision).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in found.items())
     with beside_the_host(followed=False):
@@ -260,7 +262,7 @@ def on_a_laptop(folder: str) -> None:
         strategy = given if isinstance(given, str) else ZeROStrategy(**given)
         path = f"{folder}/{name}.ckpt"
         with messages() as said:
-            found = fit(strategy, folder, monitor := MemoryMonitor(), Stop(path, 5))
+            found = fit(strategy, folder, monitor := MemoryMonitor(), Stop(path, 3))
         assert "".join(said).count("the device is the host, so nothing moves") == (
             os.environ["RANK"] == "0"
         )

@@ -279,7 +279,7 @@ del CASES["in new dtypes", looked_up]  # it pickles them
 
 def fit(strategy: Any, name: str, ask: Callable[[Any], Any]) -> Any:
     module = Module(OPTIMIZERS[name], ask)
-    options: dict[str, Any] = {"max_steps": 4, "enable_checkpointing": False}
+    options: dict[str, Any] = {"max_steps": 3, "enable_checkpointing": False}
     trainer = make_trainer(world(), strategy, "/nowhere", **options)
     trainer.fit(module, Rows())
     return module.seen, [p.detach().clone() for p in module.parameters()]
