@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import Stop, make_trainer
 
-WORDS, WIDTH, HEADS, LENGTH, STEPS = 24, 16, 4, 8, 4
+WORDS, WIDTH, HEADS, LENGTH, STEPS = 24, 16, 4, 8, 3
 
 
 class Block(nn.Module):
@@ -126,6 +126,7 @@ def fit(
     path: str | None = None,
     *,
     save: str | None = None,
+    saves_at: int = 2,
     by_sequence: bool = False,
     optimizer: str = "AdamW",
     model: Model | None = None,
@@ -135,7 +136,8 @@ def fit(
     model = model or Model(by_sequence=by_sequence, optimizer=optimizer)
     options: dict[str, Any] = {"max_steps": STEPS, "use_distributed_sampler": True, **more}
     chosen: Any = "ddp" if strategy is None else ZeROStrategy(**strategy)
-    options["callbacks"] = [*options.get("callbacks", ()), *([Stop(save, 3)] if save else [])]
+    saving = [Stop(save, saves_at)] if save else []
+    options["callbacks"] = [*options.get("callbacks", ()), *saving]
     trainer = make_trainer(dist.get_world_size(), chosen, Path(folder), **options)
     trainer.fit(model, loader(), ckpt_path=path)
     return {"losses": model.losses, "weights": weights_of(model)}

@@ -191,7 +191,7 @@ def _losses(
 ) -> list[float]:
     model = kind()
     chosen: Any = "ddp" if strategy is None else ZeROStrategy(**strategy)
-    options = {"max_steps": 5, "use_distributed_sampler": True, **more}
+    options = {"max_steps": 3, "use_distributed_sampler": True, **more}
     make_trainer(dist.get_world_size(), chosen, Path(folder), **options).fit(
         model, loader(), ckpt_path=path, weights_only=True
     )
@@ -249,7 +249,7 @@ class _Sharded(Model):
 
 def _written(folder: str, path: str) -> list[float]:
     model = _Sharded()
-    options: Any = {"max_steps": 5, "use_distributed_sampler": True, "callbacks": [Stop(path, 3)]}
+    options: Any = {"max_steps": 3, "use_distributed_sampler": True, "callbacks": [Stop(path, 2)]}
     make_trainer(4, ModelParallelStrategy(2, 2), Path(folder), **options).fit(model, loader())
     return model.losses
 
@@ -258,7 +258,7 @@ def test_a_directory_of_model_parallel_strategy_is_resumed(ranks: Pools, tmp_pat
     """Its weights, its optimizer's states and its loops, over the same ranks and others."""
     path, plain = str(tmp_path / "theirs"), str(tmp_path / "ddp.ckpt")
     theirs = ranks(4).run(_written, str(tmp_path), path)
-    ddp = ranks(2).run(_losses, str(tmp_path), _Sharded, None, callbacks=[Stop(plain, 3)])
+    ddp = ranks(2).run(_losses, str(tmp_path), _Sharded, None, callbacks=[Stop(plain, 2)])
     assert Path(path).is_dir()
     resumed = ranks(2).run(_losses, str(tmp_path), _Sharded, None, plain)
     ours = ranks(4).run(_losses, str(tmp_path), _Sharded, {"stage": 3, **CUT}, path)

@@ -60,16 +60,18 @@ def _compiled(folder: str, strategy: dict[str, Any] | None, way: str, **more: An
 
 
 @pytest.mark.parametrize(
-    ("stage", "way", "by_sequence"),
-    [(1, "in place", True), (3, "submodules", False), (2, "body", False)],
+    ("stage", "way", "by_sequence", "copies"),
+    [(1, "in place", True, 1), (3, "submodules", False, 2), (2, "body", False, 1)],
 )
 def test_compiled_modules(
-    ranks: Pools, tmp_path: Path, stage: int, way: str, by_sequence: bool
+    ranks: Pools, tmp_path: Path, stage: int, way: str, by_sequence: bool, copies: int
 ) -> None:
-    ddp = ranks(2).run(fit, str(tmp_path), None, accumulate_grad_batches=2)
+    """To compile costs seconds on each rank: at one stage there are also data-parallel ranks."""
+    more = {"accumulate_grad_batches": 2, "max_steps": 2}
+    ddp = ranks(copies).run(fit, str(tmp_path), None, **more)
     cut = {"stage": stage, "units": {Block}, **CUT}
-    options = {"accumulate_grad_batches": 2, "by_sequence": by_sequence}
-    found = ranks(4).run(_compiled, str(tmp_path), cut, way, **options)
+    options = {**more, "by_sequence": by_sequence}
+    found = ranks(2 * copies).run(_compiled, str(tmp_path), cut, way, **options)
     assert_like_ddp(found, ddp, 2e-5)
     for one in found:
         if way != "body":

@@ -354,6 +354,7 @@ def _with_callback(
     callback = _Finetuning() if name == "finetuning" else _average(name)
     epochs = 3 if name == "SWA" else 2  # it needs two to average
     options = {"max_epochs": epochs, "max_steps": -1, "limit_train_batches": 2, **more}
+    options["saves_at"] = 3  # in the middle of the second epoch
     return fit(folder, strategy, path, callbacks=[callback], **options)
 
 
