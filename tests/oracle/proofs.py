@@ -1,12 +1,12 @@
-"""Proofs of optimizers, each taken once by all ranks of a session.
+"""Proofs of optimizers, each taken once in a session by ranks of each of the two seeds.
 
 A trial steps toys for up to a second, and most tests on ranks adopt an optimizer that others have
 adopted before. So ranks keep what a proof has found, for an optimizer that is the same in all that
 a proof sees: its class, attributes and options, the shapes of its parameters, and the dtype and
-device in which they are stepped. They share it where its classes and functions have names by which
-every process finds them. One that has states is proved anew, and so is one with anything in it
-whose content is not seen here. In the process of a test, as in those of `tests/optimizer`, nothing
-is kept.
+device in which they are stepped. Where its classes and functions have names by which every process
+finds them, they share it with the ranks of their seed (forks.py). One that has states is proved
+anew, and so is one with anything in it whose content is not seen here. In the process of a test, as
+in those of `tests/optimizer`, nothing is kept.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
+
+from lightning_zero.parameters import classes
 
 _PLAIN = bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None)
 
@@ -62,10 +64,21 @@ def keep_proofs(folder: Path) -> None:
     module.probe = once
 
 
+class _Names(pickle.Pickler):
+    """Names of classes; those that an engine has made of its parameters' have those of their bases.
+
+    They are one in a process for equal bases.
+    """
+
+    def persistent_id(self, value: Any) -> Any:
+        is_made = isinstance(value, type) and value.__module__ == classes.__name__
+        return value.__bases__ if is_made and issubclass(value, Parameter) else None
+
+
 def _shared(folder: Path, key: Any, prove: Callable[[], Any]) -> Any:
     """Return what another process has found, which this one waits for, or prove and tell it."""
     name = io.BytesIO()
-    pickler = pickle.Pickler(name)
+    pickler = _Names(name)
     pickler.fast = True  # equal keys have equal bytes
     try:
         pickler.dump(key)
