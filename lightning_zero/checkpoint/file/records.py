@@ -12,6 +12,7 @@ from lightning_zero.checkpoint.checksums import PartChecksums, decoded_blocks
 from lightning_zero.checkpoint.file.format import CHECKSUMS
 from lightning_zero.checkpoint.open_file import OpenFile
 from lightning_zero.checkpoint.stored_bytes import StoredBytes
+from lightning_zero.checkpoint.word_sums import BLOCK_BYTES
 
 
 def has_checksums(archive: zipfile.ZipFile) -> bool:
@@ -76,6 +77,8 @@ class StoredRecords:
         _, info, parts = self._infos[index]
         # A single CRC may be 0; in a file without checksums all are.
         whole = info.CRC if self._has_whole else None
+        if whole is not None and info.file_size <= BLOCK_BYTES:
+            parts = ()  # it is read whole, and checked sooner than its blocks are found
         return StoredBytes(self._path, place, info.file_size, whole, parts, self._file)
 
 
