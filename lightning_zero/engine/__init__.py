@@ -13,6 +13,7 @@ module_hook               hooks on modules and parameters, safe to copy and to c
 schedule                  the order in which units are needed, and prefetching
 reduction_order           one order of reductions on all ranks
 rank_check                models, settings and optimizers that must be equal on all ranks
+repeated_uses             weights in half precision that a step uses several times
 flag_checks               what a single rank may change later, and ranks that run different units
 join_context              forwards in which ranks may run different units
 buffers                   broadcasts of the module's buffers from rank 0

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -32,6 +32,7 @@ from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.forward import Forward
 from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.module_hook import Hooks
+from lightning_zero.engine.repeated_uses import RepeatedUses
 from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
@@ -104,6 +105,7 @@ class Engine:
         self.steps: list[str] = []
         self._step = Step(sharded.units, self.reset)
         self._join = Join(sharded)
+        self._repeated_uses = RepeatedUses(sharded)
         self._prefetcher = Prefetcher(sharded, self._join)
         parts = (sharded, self._step, self._prefetcher, self._join)
         self._backward = Backward(*parts)
@@ -157,9 +159,14 @@ class Engine:
             self._step.keeps_graph = False
         self._forward.leave(outputs, awaits_backward=awaits_backward)
 
-    def prepare_backward(self) -> None:
-        """Note a backward under manual optimization, after which DDP would broadcast buffers."""
-        self._forward.buffers.is_due = self._forward.sends
+    def prepare_backward(self, loss: Tensor, *, broadcasts: bool = False) -> None:
+        """Note that a backward pass from ``loss`` is about to begin.
+
+        With ``broadcasts`` it is one after which DDP would broadcast buffers.
+        """
+        if broadcasts:
+            self._forward.buffers.is_due = self._forward.sends
+        self._repeated_uses.search(loss)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Enter a context in which gradients of microbatches may stay local, if the plan allows."""

@@ -83,8 +83,8 @@ class SteppingStrategy(RankStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self.engine is not None
-        if not self._module.automatic_optimization:
-            self.engine.prepare_backward()
+        is_manual = not self._module.automatic_optimization
+        self.engine.prepare_backward(closure_loss, broadcasts=is_manual)
 
     @override
     @contextmanager
