@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -159,14 +159,14 @@ class Engine:
             self._step.keeps_graph = False
         self._forward.leave(outputs, awaits_backward=awaits_backward)
 
-    def prepare_backward(self, loss: Tensor, *, broadcasts: bool = False) -> None:
-        """Note that a backward pass from ``loss`` is about to begin.
+    def prepare_backward(self, outputs: Any, *, broadcasts: bool = False) -> None:
+        """Note that a backward pass from the tensors in ``outputs`` is about to begin.
 
         With ``broadcasts`` it is one after which DDP would broadcast buffers.
         """
         if broadcasts:
             self._forward.buffers.is_due = self._forward.sends
-        self._repeated_uses.search(loss)
+        self._repeated_uses.search(outputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Enter a context in which gradients of microbatches may stay local, if the plan allows."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
-from torch import Tensor
-
+from lightning_zero.engine.backward_events import with_grad
 from lightning_zero.engine.sharded_model import ShardedModel
 
 _PASSES = 8
@@ -40,12 +39,13 @@ class RepeatedUses:
         has_to = is_asked and self._names and sharded.comm.control.rank == 0
         self._num_left = _PASSES if has_to else 0
 
-    def search(self, loss: Tensor) -> None:
-        """Search the graph of ``loss``, from which a backward pass is about to begin."""
-        if not self._num_left:
+    def search(self, outputs: Any) -> None:
+        """Search the graph of ``outputs``, from which a backward pass is about to begin."""
+        roots = [tensor.grad_fn for tensor in with_grad(outputs)] if self._num_left else ()
+        if not roots:
             return
         self._num_left -= 1
-        uses = _uses(loss.grad_fn, self._names)
+        uses = _uses(roots, self._names)
         found = [self._names[key] for key, number in uses.items() if number > 1]
         if found:
             self._num_left = 0
@@ -55,19 +55,19 @@ class RepeatedUses:
     def _warn(names: list[str]) -> None:
         more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
         warnings.warn(
-            f"A step uses weights several times that arrive in half precision:"
+            "A step uses weights several times that arrive in half precision:"
             f" {', '.join(map(repr, names[:_MOST_SHOWN]))}{more}. The gradients of these uses are"
             " added in half, and operations that autocast leaves alone (a penalty on weights)"
             " compute in half. ZeROStrategy(cast_weights='none') gathers weights in fp32, with the"
-            " numbers of DDP; cast_weights='all' accepts this without a warning.",
+            " numbers of DDP.",
             stacklevel=2,
         )
 
 
-def _uses(root: Any, wanted: Container[int]) -> Counter[int]:
+def _uses(roots: Iterable[Any], wanted: Container[int]) -> Counter[int]:
     """Return how often a graph uses each wanted parameter, by ``id``."""
     uses: Counter[int] = Counter()
-    waiting = [root]
+    waiting = [*roots]
     seen = {*waiting}  # alive, so that torch gives each node one object
     while waiting:
         for node, _ in getattr(waiting.pop(), "next_functions", ()):

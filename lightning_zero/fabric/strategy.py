@@ -203,12 +203,6 @@ class ZeROStrategy(SavingStrategy):
     # -- the step --------------------------------------------------------------------------------
 
     @override
-    def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        for engine in self.engines:
-            engine.prepare_backward(tensor)
-        super().backward(tensor, module, *args, **kwargs)
-
-    @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         self._unscaled(optimizer)
         return super().optimizer_step(optimizer, **kwargs)

@@ -162,12 +162,14 @@ class Using(Regression):
         super().__init__()
         self.way = way
 
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return self.head(y) if self.way == "two calls" else y
+
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
         if self.way == "a penalty":
             loss = loss + sum(p.square().sum() for p in self.head.parameters())
-        if self.way == "two calls":
-            loss = loss + self.head(self.head(batch[0])).float().square().mean()
         return loss
 
 
@@ -190,9 +192,7 @@ def _looped(way: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in rows(4):
-            loss = model(batch[0]).square().mean()
-            # A part of the loss that the module does not return.
-            fabric.backward(loss + (module.head.weight.norm() if way else 0))
+            fabric.backward(model(batch[0]).square().mean())
             optimizer.step()
             optimizer.zero_grad()
     return [str(one.message) for one in caught if "several times" in str(one.message)]
@@ -217,8 +217,8 @@ def test_weights_that_are_used_otherwise_too_are_named(ranks: Pools, way: str) -
 
 def test_loops_of_fabric_are_told_too(ranks: Pools) -> None:
     assert ranks(2).run(_looped, "") == [[], []]
-    (told,), by_other = ranks(2).run(_looped, "a norm")
-    assert "'head.weight'. The" in told
+    (told,), by_other = ranks(2).run(_looped, "two calls")
+    assert "'head.weight'" in told
     assert by_other == []
 
 
