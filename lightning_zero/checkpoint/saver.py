@@ -118,10 +118,12 @@ def collected(checkpoint: Any, control: Control) -> Any:
         if control.rank == 0:
             whole[key] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
             target = bytes_of(whole[key].untyped_storage())
-        position = 0
-        for _, message in control.collect(part, control.gather_objects(len(part))):
-            target[position : position + len(message)] = message
-            position += len(message)
+        # Of cut parameters, the ranks' parts are not in the order of the ranks.
+        starts, sizes = zip(*control.gather_objects((value.start_byte, len(part))), strict=True)
+        places = [*starts]
+        for peer, message in control.collect(part, sizes):
+            target[places[peer] : places[peer] + len(message)] = message
+            places[peer] += len(message)
     return _with(checkpoint, whole) if control.rank == 0 else checkpoint
 
 

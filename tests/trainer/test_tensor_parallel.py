@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -97,6 +98,43 @@ def test_a_file_has_whole_tensors_and_is_resumed_over_other_ranks(
     runs = [(path, cut, 4), (whole, cut, 4), (path, {"stage": 3}, 2), (path, None, 2)]
     for file, strategy, world in runs:
         assert_like_ddp(ranks(world).run(fit, str(tmp_path), strategy, file), resumed, 2e-5)
+
+
+class Reading(Model):
+    """Computes with what it saves when a batch has ended."""
+
+    path = ""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.save_checkpoint(self.path)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        values = checkpoint["state_dict"]
+        checkpoint["doubled"] = {name: value * 2 for name, value in values.items()}
+
+
+class Own(TorchCheckpointIO):
+    """Writes whole tensors."""
+
+
+def _saved_by_reader(folder: str) -> None:
+    for name, plugins in (("file", []), ("own", [Own()])):
+        # A shard of each unit ends within its weight.
+        strategy = ZeROStrategy(3, units={nn.Linear}, tensor_parallel_size=2)
+        options = {"max_steps": 1, "plugins": plugins, "enable_checkpointing": False}
+        module = Reading()
+        module.path = f"{folder}/{name}"
+        make_trainer(4, strategy, folder, **options).fit(module, loader())
+
+
+def test_what_is_read_before_it_is_saved_is_in_order(ranks: Pools, tmp_path: Path) -> None:
+    """Consecutive ranks have parts of parameters, not consecutive parts."""
+    ranks(4).run(_saved_by_reader, str(tmp_path))
+    of_file, of_own = torch.load(tmp_path / "file"), torch.load(tmp_path / "own")
+    for name, value in of_file["state_dict"].items():
+        assert torch.equal(of_file["doubled"][name], 2 * value), name
+        assert torch.equal(of_own["doubled"][name], 2 * value), name
+        assert torch.equal(of_own["state_dict"][name], value), name
 
 
 def _twice(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:

@@ -163,9 +163,11 @@ class ShardedValue(ReadOnUse):
         shape, stride, dtype = self.facts
         with internals.without_interception(), lasting_tensors():
             self.control.call(SyncPoint.VALUE, about=repr(self.key)).wait()
-            parts = self.control.gather_objects(self.part.to("cpu", copy=True))
+            parts = self.control.gather_objects((self.start, self.part.to("cpu", copy=True)))
             whole = torch.empty_strided(shape, stride, dtype=dtype, device=_CPU)
-            whole.as_strided((prod(shape),), (1,)).copy_(torch.cat(parts))
+            flat = whole.as_strided((prod(shape),), (1,))
+            for start, part in parts:  # of cut parameters, not in the order of the ranks
+                flat[start : start + len(part)] = part
         return whole
 
     @override
