@@ -162,15 +162,18 @@ class Control:
         dist.all_gather(rows, sent, group=self._group)
         return [row.numpy().tobytes() for row in rows]
 
-    def collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def collect(
+        self, part: Tensor, sizes: Sequence[int], order: Sequence[int] = ()
+    ) -> Iterator[tuple[int, Tensor]]:
         """Bring every rank's bytes to rank 0, one message at a time.
 
         Args:
             part: This rank's bytes ``[n]``, on any device.
             sizes: How many bytes each rank has.
+            order: The other ranks in the order in which to receive; by default that of ranks.
 
         Yields:
-            On rank 0 ``(peer, bytes)`` in rank order, at most :data:`MESSAGE_BYTES` at a time;
+            On rank 0 ``(peer, bytes)``, its own first, at most :data:`MESSAGE_BYTES` at a time;
             nothing on other ranks.
         """
         chunks = torch.split(part, MESSAGE_BYTES) if part.numel() else ()
@@ -180,7 +183,7 @@ class Control:
                     dist.send(chunk.to("cpu"), 0, group=self._group)
                 return
             yield from ((0, chunk) for chunk in chunks)
-            for peer in range(1, self.world_size):
+            for peer in order or range(1, self.world_size):
                 for start in range(0, sizes[peer], MESSAGE_BYTES):
                     chunk = torch.empty(min(MESSAGE_BYTES, sizes[peer] - start), dtype=torch.uint8)
                     dist.recv(chunk, peer, group=self._group)

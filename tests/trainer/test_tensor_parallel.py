@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,24 +118,29 @@ class Own(TorchCheckpointIO):
     """Writes whole tensors."""
 
 
+STREAM = "memory://stream"  # written by rank 0, which the others send their parts
+
+
 def _saved_by_reader(folder: str) -> None:
-    for name, plugins in (("file", []), ("own", [Own()])):
+    for path, plugins in ((f"{folder}/file", []), (f"{folder}/own", [Own()]), (STREAM, [])):
         # A shard of each unit ends within its weight.
         strategy = ZeROStrategy(3, units={nn.Linear}, tensor_parallel_size=2)
         options = {"max_steps": 1, "plugins": plugins, "enable_checkpointing": False}
         module = Reading()
-        module.path = f"{folder}/{name}"
+        module.path = path
         make_trainer(4, strategy, folder, **options).fit(module, loader())
+    if dist.get_rank() == 0:
+        fsspec.get_fs_token_paths(STREAM)[0].get(STREAM, f"{folder}/stream")
 
 
 def test_what_is_read_before_it_is_saved_is_in_order(ranks: Pools, tmp_path: Path) -> None:
     """Consecutive ranks have parts of parameters, not consecutive parts."""
     ranks(4).run(_saved_by_reader, str(tmp_path))
-    of_file, of_own = torch.load(tmp_path / "file"), torch.load(tmp_path / "own")
-    for name, value in of_file["state_dict"].items():
-        assert torch.equal(of_file["doubled"][name], 2 * value), name
-        assert torch.equal(of_own["doubled"][name], 2 * value), name
-        assert torch.equal(of_own["state_dict"][name], value), name
+    expected = torch.load(tmp_path / "file")["state_dict"]
+    for found in (torch.load(tmp_path / name) for name in ("file", "own", "stream")):
+        for name, value in expected.items():
+            assert torch.equal(found["doubled"][name], 2 * value), name
+            assert torch.equal(found["state_dict"][name], value), name
 
 
 def _twice(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:

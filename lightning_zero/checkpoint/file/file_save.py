@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import zlib
@@ -160,16 +159,19 @@ class FileSave(Save):
 
     def _streamed(self, layout: _Layout) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the file on rank 0; send this rank's parts on the others."""
-        sizes = self.control.gather_objects([len(part) for _, part in self._parts(layout)])
+        own = [(start, len(part)) for start, part in self._parts(layout)]
+        places = self.control.gather_objects(own)
         archive = layout.archive
         checksums: list[RecordChecksums] = []
         wholes: list[int] = []
         for index, (_, part) in enumerate(self._parts(layout)):
-            of_ranks = [of_rank[index] for of_rank in sizes]
-            summers = [PartSummer(start) for start in itertools.accumulate([0, *of_ranks[:-1]])]
+            starts, sizes = zip(*(of_rank[index] for of_rank in places), strict=True)
+            summers = [PartSummer(start) for start in starts]
             if self.control.rank == 0:
                 yield archive.seam(index, wholes)[1]
-            for rank, chunk in self._collected(part, of_ranks):
+            # Of cut parameters, the ranks' parts are not in the order of the ranks.
+            order = sorted(range(1, len(starts)), key=starts.__getitem__)
+            for rank, chunk in self._collected(part, sizes, order):
                 summers[rank].add(chunk)
                 yield chunk
             if self.control.rank == 0:
@@ -185,13 +187,13 @@ class FileSave(Save):
             yield archive.seam(len(wholes), wholes)[1]
 
     def _collected(
-        self, part: bytes | Tensor, sizes: Sequence[int]
+        self, part: bytes | Tensor, sizes: Sequence[int], order: Sequence[int]
     ) -> Iterator[tuple[int, memoryview]]:
         """Yield the ranks and the bytes of their parts on rank 0, in the order of the record."""
         if isinstance(part, bytes):
             yield 0, memoryview(part)
             return
-        for rank, message in self.control.collect(part, sizes):
+        for rank, message in self.control.collect(part, sizes, order):
             for chunk in torch.split(message, BUFFER_BYTES):
                 yield rank, chunk.to("cpu").numpy().data
 
