@@ -14,6 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from lightning_zero.engine.backward_events import Call, Events, too_late, weakly
 from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.reduction_order import ReductionOrder
+from lightning_zero.engine.repeated_uses import RepeatedUses
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
@@ -28,6 +29,7 @@ class Backward:
 
     Attributes:
         events: The handlers of a call's backward events, safe for graphs to hold.
+        repeated_uses: The search of the first passes' graphs.
         syncs: Whether this microbatch's gradients are to be sent: ``False`` within ``no_sync``.
     """
 
@@ -44,6 +46,7 @@ class Backward:
         self._prefetcher = prefetcher
         self._join = join
         self._order = ReductionOrder(sharded)
+        self.repeated_uses = RepeatedUses(sharded)
         self.syncs = True
         self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
         # Whether the current pass, or else the last one, reduces gradients.

@@ -32,7 +32,6 @@ from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.forward import Forward
 from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.module_hook import Hooks
-from lightning_zero.engine.repeated_uses import RepeatedUses
 from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
@@ -105,7 +104,6 @@ class Engine:
         self.steps: list[str] = []
         self._step = Step(sharded.units, self.reset)
         self._join = Join(sharded)
-        self._repeated_uses = RepeatedUses(sharded)
         self._prefetcher = Prefetcher(sharded, self._join)
         parts = (sharded, self._step, self._prefetcher, self._join)
         self._backward = Backward(*parts)
@@ -166,7 +164,7 @@ class Engine:
         """
         if broadcasts:
             self._forward.buffers.is_due = self._forward.sends
-        self._repeated_uses.search(outputs)
+        self._backward.repeated_uses.search(outputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Enter a context in which gradients of microbatches may stay local, if the plan allows."""
