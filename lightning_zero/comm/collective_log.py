@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections import Counter
+import zlib
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 from typing import Any, NamedTuple
@@ -29,11 +30,58 @@ class CollectiveId(NamedTuple):
     number: int
 
 
+_MOST_AHEAD = 4096
+"""Events by which a rank may be ahead of another and still tell whether their courses part."""
+
+
+class Milestone(NamedTuple):
+    """How far a rank has come on its course.
+
+    Attributes:
+        era: Grows when ranks that had parted go on.
+        number: How many events it has met.
+        checksum: A checksum of all these events, in their order.
+    """
+
+    era: int = 0
+    number: int = 0
+    checksum: int = 0
+
+
+class Course:
+    """The events that all ranks meet in one order: sync points, and messages without tags.
+
+    Of two ranks, one may have come further; the other's last milestone is then one of its own. If
+    it is not, they have met different events, and one may wait for a message that never comes.
+    """
+
+    def __init__(self, era: int = 0) -> None:
+        self.last = Milestone(era)
+        self.event = ""
+        self._milestones = deque([self.last], _MOST_AHEAD)
+
+    def note(self, event: str) -> None:
+        """Note an event; by the next sync point all ranks must have noted the same, in order."""
+        era, number, checksum = self.last
+        self.event = event
+        self.last = Milestone(era, number + 1, zlib.crc32(event.encode(), checksum))
+        self._milestones.append(self.last)
+
+    def parts_from(self, other: Milestone) -> bool:
+        """Return whether a rank that has met ``other`` is known to have met other events."""
+        milestones = self._milestones.copy()  # at once: this thread only looks on
+        here = milestones[0]
+        if other.era != here.era or not here.number <= other.number <= milestones[-1].number:
+            return False
+        return milestones[other.number - here.number] != other
+
+
 class CollectiveLog:
     """The collectives of this rank.
 
     Attributes:
         step: Optimizer steps that have ended.
+        course: The events that this rank has met.
         explain: Called with the error of a collective that failed; may raise a better one.
         verdict: The error that ended the run on all ranks: every collective raises it.
         begun: How many collectives of each channel have begun.
@@ -45,6 +93,7 @@ class CollectiveLog:
 
     def __init__(self) -> None:
         self.step = 0
+        self.course = Course()
         self.explain: Callable[[BaseException], None] = lambda _: None
         self.verdict = ""
         self.begun: Counter[str] = Counter()

@@ -75,8 +75,7 @@ class Collectives(Transport):
         own = whole.view(self.size, -1)[self.rank]
         copy(own, shard.own)
         collective = self.log.begin(weights_of(unit), "gather")
-        # Only the order tells one unit from another here.
-        self.control.channel.note(collective.place)
+        self.control.channel.note_untagged(collective.place)
         work = _all_gather(whole, own, group=self._gather_group, async_op=True)
         return Pending(self.log, collective, [work])
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 TOUCH = "access between steps to the weights of"
 GRADIENT = "access to a gradient"
 """Places at which ranks usually diverge because only some of them run the code."""
 
 
-def diverged(places: Sequence[str]) -> str:
-    """Return the error for ranks in different places."""
-    where = "; ".join(f"rank {rank} {place}" for rank, place in enumerate(places))
+def diverged(places: Mapping[int, object]) -> str:
+    """Return the error for ranks in different places, by rank."""
+    where = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
     cure = next(cure for what, cure in _CURES.items() if what in where)
     return f"The ranks have diverged: {where}. {cure}"
 

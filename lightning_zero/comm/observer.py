@@ -49,7 +49,10 @@ class Observer:
 
     def describe(self) -> str:
         """Return a description of where this rank is now."""
-        return str(self.look() or f"is in step {self._log.step} at {self._caller}")
+        if here := self.look():
+            return str(here)
+        after = f", after {self._log.course.event}" if self._log.course.event else ""
+        return f"is in step {self._log.step} at {self._caller}{after}"
 
     def at(
         self,

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_zero.comm.collective_log import Milestone
+
 ROLL_SECONDS = 1.0
 """How long a rank has to answer the roll: several looks of its watchdog."""
 
@@ -146,6 +148,14 @@ class Reports:
         """Return every rank's report; empty unless all have one."""
         notes = self.board.get("waits") or [""]
         return {r: Whereabouts(**json.loads(n)) for r, n in enumerate(notes)} if all(notes) else {}
+
+    def pass_on(self, milestone: Milestone) -> None:
+        """Tell the others how far this rank has come; they may read it at any later time."""
+        self.board.put("course", json.dumps(milestone))
+
+    def passed_on(self) -> list[Milestone]:
+        """Return the last milestone of each rank, in rank order; empty unless all have told one."""
+        return [Milestone(*json.loads(note)) for note in self.board.get("course") or ()]
 
     def publish(self, verdict: str) -> str:
         """End the run on all ranks with ``verdict``, or with an earlier one; return which."""

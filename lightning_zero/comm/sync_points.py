@@ -2,14 +2,13 @@
 
 A sync point returns the maximum of each of its flags over the ranks. All sync points are messages
 of one size on a group of their own, so that ranks at different sync points notice it: each
-message begins with the sync point's number and a checksum of the noted events, and with the
-complements of both. Where the maximum of a number and that of its complement no longer match, the
+message begins with a checksum of the events that this rank has met, the sync point among them, and
+with its complement. Where the maximum of a number and that of its complement no longer match, the
 ranks differ. Where all ranks share a host, the same bytes go through memory.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NoReturn, Protocol
@@ -17,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
+from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog, Course
 from lightning_zero.comm.divergence import GRADIENT, TOUCH, diverged
 from lightning_zero.comm.process_groups import give_up_devices, group_for
 from lightning_zero.tensors import unseen
@@ -43,8 +42,7 @@ class SyncPoint(Enum):
     COMPARE = "the comparison of models, settings and optimizers"
 
 
-_NUMBERS = {sync_point: number for number, sync_point in enumerate(SyncPoint)}
-_HEADER = 5
+_HEADER = 4
 
 
 def with_complements(numbers: bytes) -> bytes:
@@ -88,13 +86,13 @@ class Channel:
 
     Attributes:
         capacity: Flags that a sync point has room for.
-        course: A checksum of the noted events.
+        has_untagged: Whether messages were sent that only their order tells apart.
         memory: What the words go through instead of messages, if anything.
     """
 
     def __init__(self, world_size: int, log: CollectiveLog, describe: Callable[[str], Any]) -> None:
         self.world_size, self.log, self.describe = world_size, log, describe
-        self.capacity, self.course = 64, 0
+        self.capacity, self.has_untagged = 64, False
         self.memory: SharedWords | None = None
 
     @property
@@ -108,9 +106,10 @@ class Channel:
         if self.memory is not None and self.capacity > self.memory.most_flags:
             self.memory = None
 
-    def note(self, event: str) -> None:
-        """Note an event; by the next sync point all ranks must have noted the same, in order."""
-        self.course = zlib.crc32(event.encode(), self.course)
+    def note_untagged(self, message: str) -> None:
+        """Note a message that only its order tells from others, which all ranks send alike."""
+        self.has_untagged = True
+        self.log.course.note(message)
 
     def begin(self, word: bytes, place: str, channel: str) -> tuple[CollectiveId, Word]:
         """Send this rank's ``word``, and log it."""
@@ -126,12 +125,13 @@ class Channel:
 
     def refuse(self, places: list[Any]) -> NoReturn:
         """Raise an error with every rank's place; all are here, though at different sync points."""
-        verdict = diverged(places)
-        if self.course:
-            # Collectives that only the order tells apart may have met the wrong ones, or wait on a
-            # device for ones that never come: their groups cannot be used again.
+        verdict = diverged(dict(enumerate(places)))
+        if self.has_untagged:
+            # They may have met the wrong ones, or wait on a device for ones that never come: their
+            # groups cannot be used again.
             self.log.verdict = verdict
             give_up_devices()
+        self.log.course = Course(self.log.course.last.era + 1)  # all are here, and may go on
         raise RuntimeError(verdict)
 
 
@@ -153,8 +153,8 @@ class PendingSync:
         self._maxima = flags
         self._word: Word | None = None
         if channel.world_size > 1:
-            course = zlib.crc32(f"{len(flags)} {about}".encode(), channel.course)
-            header = with_complements(bytes([_NUMBERS[sync_point], *course.to_bytes(4, "big")]))
+            channel.log.course.note(f"{self._place} {len(flags)}")
+            header = with_complements(channel.log.course.last.checksum.to_bytes(_HEADER, "big"))
             self._collective, self._word = channel.begin(
                 header + flags, self._place, sync_point.value
             )

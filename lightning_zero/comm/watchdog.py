@@ -11,7 +11,9 @@ Three things end a run; in each case every rank raises the same text, the **verd
 
    A deadlock is then not guessed but **proven**: all ranks are waiting at the same time, each for
    a collective that some other waiting rank has not begun. A rank that computes, loads data or
-   writes a file may take as long as it likes.
+   writes a file may take as long as it likes. One that its device blocks, behind a message that
+   another rank never sends, looks like one that computes; so ranks that stand still for as long
+   also compare the order of what they have begun (:class:`~.collective_log.Course`).
 2. **A rank has failed**: before an exception ends its run, it announces this to the others. An
    exception that the user catches ends nothing, and only ranks that are waiting are interrupted.
 3. **A connection has broken** without an announcement. The rank that notices, or the thread of a
@@ -39,7 +41,7 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from lightning_zero.comm.collective_log import CollectiveLog
+from lightning_zero.comm.collective_log import CollectiveLog, Milestone
 from lightning_zero.comm.divergence import diverged
 from lightning_zero.comm.observer import Observer
 from lightning_zero.comm.process_groups import is_of_connection
@@ -97,6 +99,7 @@ class Watchdog:
         self._mutex = threading.RLock()
         self._suspects: dict[int, Whereabouts] = {}
         self._has_reported = self._has_left = False
+        self._milestone, self._stands_since, self._compares_after = Milestone(), monotonic(), inf
         if reports is not None:
             collectives.explain = self.explain
             _watchdogs[id(self)] = self
@@ -200,6 +203,7 @@ class Watchdog:
         if self._reports is not None and not self._has_left and not self._reports.verdict:
             failed = self._failure()
             proven = self._verdict_on(dist.DistBackendError(failed)) if failed else proven
+            proven = proven or self._compare_courses(self._reports)
         if proven:
             log.error("%s", proven)
 
@@ -228,9 +232,27 @@ class Watchdog:
         elif not self._suspects:
             self._suspects = everyone
         elif all(_is_still(self._suspects[rank], now) for rank, now in everyone.items()):
-            return reports.publish(diverged([str(here) for here in everyone.values()]))
+            return reports.publish(diverged(everyone))
         elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
             self._suspects = {}
+        return ""
+
+    def _compare_courses(self, reports: Reports) -> str:
+        """Return the verdict if it is this rank that has proven that its course parts from others'.
+
+        It stays proven, however old the others' milestones are: they only go on from there. Each
+        comparison reads all of them, so it is made ever more rarely.
+        """
+        course, now = self._log.course, monotonic()
+        if course.last != self._milestone:
+            self._milestone = course.last
+            self._stands_since, self._compares_after = now, PATIENCE
+        elif (seconds := now - self._stands_since) > self._compares_after:
+            self._compares_after = 2 * seconds
+            with contextlib.suppress(RuntimeError):
+                reports.pass_on(self._milestone)
+                if any(map(course.parts_from, reports.passed_on())):
+                    return reports.publish(diverged(reports.call_roll(self._observer.describe)))
         return ""
 
     def _obey(self, here: Whereabouts | None, verdict: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
+import time
 import weakref
 from typing import Any
 from unittest import mock
@@ -14,6 +16,7 @@ from pytest_mock import MockerFixture
 
 from lightning_zero.comm import Control, SyncPoint, watchdog
 from lightning_zero.comm import control as control_module
+from lightning_zero.comm.collective_log import Course
 from tests.oracle.ranks import Pools, RankError
 from tests.oracle.watch import impatient
 
@@ -86,6 +89,56 @@ def test_what_the_backend_of_a_device_reports_ends_the_run(mocker: MockerFixture
     assert "has lost rank 1" in verdict
     with pytest.raises(RuntimeError, match="has lost rank 1"):
         log.begin("a gather")
+
+
+def _come_to_the_end(last: dict[int, str]) -> None:
+    """A device of each rank has begun messages; the host of rank 1 is slow, or waits for them."""
+    control = Control()
+    control.channel.note_untagged("the weights of a")
+    if control.rank in last:
+        control.channel.note_untagged(last[control.rank])
+    deadline = time.monotonic() + 4.0
+    while control.rank == 1 and not control.log.verdict and time.monotonic() < deadline:
+        time.sleep(0.05)
+    control.call(SyncPoint.END).wait()
+
+
+@impatient
+@mock.patch.object(watchdog, "GRACE_SECONDS", 0.5)
+def _part(last: dict[int, str]) -> None:
+    _come_to_the_end(last)
+
+
+@pytest.mark.parametrize("last", [{1: "the weights of b"}, {0: "b", 1: "c"}])
+def test_ranks_part_while_one_is_blocked_by_its_device(ranks: Pools, last: dict[int, str]) -> None:
+    """It looks like a rank that computes, behind a message that the other never sends."""
+    with pytest.raises(RankError) as error:
+        ranks(2).run(_part, last, timeout=30.0)
+    text = str(error.value)
+    assert text.count("The ranks have diverged: rank 0 waits in step 0 for the end of a back") >= 2
+    assert re.search(rf"rank 1 is in step 0 at \S*test_watchdog.py:\d+, after {last[1]}\. ", text)
+
+
+def test_a_rank_may_compute_for_as_long_as_it_likes(ranks: Pools) -> None:
+    ranks(2).run(_part, {0: "the weights of b", 1: "the weights of b"}, timeout=30.0)
+
+
+def test_courses_part_where_one_has_met_what_another_has_not() -> None:
+    course, other = Course(), Course()
+    for event in "abc":
+        course.note(event)
+    assert not course.parts_from(other.last)
+    other.note("a")
+    assert not course.parts_from(other.last)
+    assert not other.parts_from(course.last), "it may come there yet"
+    other.note("c")
+    assert course.parts_from(other.last)
+    assert not Course(1).parts_from(other.last), "what was before they went on together"
+    other.note("b")
+    assert course.parts_from(other.last), "the same events in another order"
+    for _ in range(5000):
+        course.note("d")
+    assert not course.parts_from(other.last), "too far back to know"
 
 
 class _Owner:
