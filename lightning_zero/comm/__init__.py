@@ -20,7 +20,7 @@ traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on
 observer          where this rank is, as its watchdog's thread sees it
-divergence        the error of ranks that wait for each other in different places
+verdicts          what ranks' places prove, and the errors that end a run
 reports           the watchdogs' notes for each other, in the store
 process_groups    one process group per purpose
 rendezvous        the default group after a restart by torchrun

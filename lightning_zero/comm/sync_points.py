@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog, Course
-from lightning_zero.comm.divergence import GRADIENT, TOUCH, diverged
 from lightning_zero.comm.process_groups import give_up_devices, group_for
+from lightning_zero.comm.verdicts import GRADIENT, TOUCH, diverged
 from lightning_zero.tensors import unseen
 
 

@@ -34,7 +34,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import inf
 from multiprocessing.util import Finalize
 from time import monotonic, sleep
@@ -42,19 +42,21 @@ from time import monotonic, sleep
 import torch.distributed as dist
 
 from lightning_zero.comm.collective_log import CollectiveLog, Milestone
-from lightning_zero.comm.divergence import diverged
 from lightning_zero.comm.observer import Observer
 from lightning_zero.comm.process_groups import is_of_connection
 from lightning_zero.comm.reports import Reports, Whereabouts
+from lightning_zero.comm.verdicts import (
+    FOREIGN_PATIENCE,
+    diverged,
+    lost,
+    stays,
+    wait_for_each_other,
+)
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 2.0
 """Seconds of waiting before a rank reports where it is."""
-
-FOREIGN_PATIENCE = 5.0
-"""The same for collectives of other code. Which ranks have begun those is unknown; that a rank
-which has computed nothing for so long waits in vain is a guess."""
 
 TICK = 0.25
 """Seconds between looks."""
@@ -131,10 +133,10 @@ class Watchdog:
             if not reports.look(here) and not self._has_left:
                 answers = reports.call_roll(here)
                 if not reports.verdict:
-                    reports.publish(_judged(answers, error, reports.board.world_size))
+                    reports.publish(lost(answers, error, reports.board.world_size))
         except RuntimeError:
             # The store is gone, and so is rank 0, which hosts it unless torchrun's agent does.
-            reports.verdict = reports.verdict or _judged({}, error, 1)
+            reports.verdict = reports.verdict or lost({}, error, 1)
         gives_up = bool(reports.verdict) and not self.has_given_up
         self._log.verdict = reports.verdict  # first: a rank that its device lets go must raise it
         if gives_up:
@@ -227,11 +229,11 @@ class Watchdog:
             reports.put(here)
         self._has_reported = True
         everyone = reports.get()
-        if not _is_proven(everyone):
+        if not wait_for_each_other(everyone):
             self._suspects = {}
         elif not self._suspects:
             self._suspects = everyone
-        elif all(_is_still(self._suspects[rank], now) for rank, now in everyone.items()):
+        elif all(stays(self._suspects[rank], now) for rank, now in everyone.items()):
             return reports.publish(diverged(everyone))
         elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
             self._suspects = {}
@@ -278,20 +280,6 @@ def _watched() -> list[Watchdog]:
     return [found for one in _watchdogs.valuerefs() if (found := one()) is not None]
 
 
-def _judged(answers: Mapping[int, str], error: BaseException, world_size: int) -> str:
-    """Return the verdict on a broken connection, with the places of the ranks that answered."""
-    gone = [rank for rank in range(world_size) if rank not in answers]
-    cause = f"A connection between ranks has failed ({str(error).splitlines()[0]})"
-    if gone:
-        these = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
-        cause = (
-            f"The run has lost {these}: killed, out of memory, stopped, or exited without an error;"
-            f" see {'their' if len(gone) > 1 else 'its'} output or the system log"
-        )
-    places = "".join(f"; rank {rank} {answer}" for rank, answer in sorted(answers.items()))
-    return f"{cause}{places}."
-
-
 def _start_to_look() -> None:
     """Start the thread that all watchdogs share, once per process."""
     global _process
@@ -329,27 +317,3 @@ def _look_at_all() -> None:
             level = logging.DEBUG if isinstance(error, RuntimeError) else logging.ERROR
             log.log(level, "Ranks are no longer watched: %s", error)
             watchdog.forget()
-
-
-def _is_proven(everyone: dict[int, Whereabouts]) -> bool:
-    """Return whether each rank waits for a collective that another waiting rank has not begun."""
-    ours = [here for here in everyone.values() if here.number]
-    if ours and all(
-        any(other.begun.get(here.channel, 0) < here.number for other in everyone.values())
-        for here in ours
-    ):
-        return True
-    # All are in the same collective, but in different calls within it: one is a call late.
-    functions = {here.function for here in everyone.values()}
-    collectives = {(here.channel, here.number) for here in everyone.values()}
-    waits_long = all(here.seconds > FOREIGN_PATIENCE for here in everyone.values())
-    return waits_long and len(functions) > 1 and len(collectives) == 1 and bool(ours)
-
-
-def _is_still(before: Whereabouts, now: Whereabouts) -> bool:
-    """Return whether a rank stayed in the same place between two reports.
-
-    The first report may be old, and the next look may have been taken before it was read; the look
-    after that cannot have been.
-    """
-    return before.wait == now.wait and (not now.place or now.look >= before.look + 2)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import join
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.comm.watchdog import Whereabouts, _is_proven, _is_still
+from lightning_zero.comm.verdicts import Whereabouts, stays, wait_for_each_other
 from lightning_zero.engine import Engine
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
@@ -422,12 +422,12 @@ def inside(function: str, seconds: float) -> Whereabouts:
         ([here("a", 1, a=1, c=1), here("b", 1, b=1, c=1), here("c", 1, c=1)], False),
     ],
 )
-def test_when_it_is_proven(everyone: list[Whereabouts], is_proven: bool) -> None:
-    assert _is_proven(dict(enumerate(everyone))) is is_proven
+def test_when_itwait_for_each_other(everyone: list[Whereabouts], is_proven: bool) -> None:
+    assert wait_for_each_other(dict(enumerate(everyone))) is is_proven
 
 
 def test_two_looks_later() -> None:
     before = here("a", 1, wait=5, look=3)
-    assert not _is_still(before, here("a", 1, wait=5, look=4))
-    assert _is_still(before, here("a", 1, wait=5, look=5))
-    assert not _is_still(before, here("a", 1, wait=6, look=9))
+    assert not stays(before, here("a", 1, wait=5, look=4))
+    assert stays(before, here("a", 1, wait=5, look=5))
+    assert not stays(before, here("a", 1, wait=6, look=9))
