@@ -37,6 +37,11 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def default_group() -> Any:
+    """Return the group of all ranks, ``None`` without one."""
+    return dist.group.WORLD if is_initialized() else None
+
+
 def default_world_size() -> int:
     """Return the number of ranks in the default group, 1 without one."""
     return dist.get_world_size() if is_initialized() else 1

@@ -41,6 +41,19 @@ def device_mesh(device_type: str, tensor_size: int) -> DeviceMesh:
     return made
 
 
+def data_group(mesh: DeviceMesh) -> Any:
+    """Return the process group of this rank and those that see other batches."""
+    return mesh[DATA].get_group()
+
+
+def share(value: Any, mesh: DeviceMesh) -> Any:
+    """Return ``value``; a tensor gets that of the first rank of the tensor-parallel group."""
+    if isinstance(value, Tensor):
+        group = mesh[TENSOR].get_group()
+        dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
+    return value
+
+
 @contextmanager
 def pretended_mesh(rank: int, world_size: int, tensor_size: int) -> Iterator[DeviceMesh]:
     """Enter a context with the mesh of ranks that do not exist, of which this process is one.

@@ -8,7 +8,7 @@ precision      precisions on pieces, for Fabric and the Trainer
 internals      every private name of Fabric in use
 """
 
-from lightning_zero.fabric.internals import to_device_but_parameters
+from lightning_zero.fabric.internals import count_once, to_device_but_parameters
 from lightning_zero.fabric.module import ShardedModule
 from lightning_zero.fabric.precision import FabricPrecision, ShardedPrecision
 from lightning_zero.fabric.sharding import Sharding, init_device
@@ -20,6 +20,7 @@ __all__ = [
     "ShardedPrecision",
     "Sharding",
     "ZeROStrategy",
+    "count_once",
     "init_device",
     "to_device_but_parameters",
 ]

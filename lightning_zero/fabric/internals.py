@@ -10,6 +10,7 @@ also inherits or assigns some of ``DDPStrategy``:
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
@@ -20,8 +21,9 @@ from lightning.fabric.utilities.device_dtype_mixin import (
 )
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.fabric.utilities.types import _PATH, _Stateful
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 StrategyRegistry = _StrategyRegistry
 """The type in the signature of ``Strategy.register_strategies``."""
@@ -47,3 +49,19 @@ def to_device_but_parameters(module: nn.Module, device: torch.device) -> None:
                 child._buffers[name] = buffer.to(device)
     if isinstance(module, _DeviceDtypeModuleMixin):
         _update_properties(module, device=device)  # sets `module.device`
+
+
+def count_once(module: nn.Module, tensor_size: int) -> None:
+    """Make metrics count ranks once that have parts of one model; size 1 undoes it."""
+    for child in module.modules():
+        if isinstance(child, Metric):
+            way = child.dist_sync_fn
+            if way is None or getattr(way, "func", None) is _gather:
+                gather = partial(_gather, tensor_size=tensor_size)
+                child.dist_sync_fn = gather if tensor_size > 1 else None
+
+
+def _gather(value: Tensor, group: Any = None, *, tensor_size: int) -> list[Tensor]:
+    """Gather a metric's state, the same on all ranks, which may decide by it."""
+    values = gather_all_tensors(value, group)
+    return values[::tensor_size] if group is None else values

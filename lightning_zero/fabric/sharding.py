@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_zero.comm import Communicator, device_mesh
+from lightning_zero.comm import Communicator, data_group, default_group, device_mesh, share
 from lightning_zero.engine import Engine, broadcast_buffers
 from lightning_zero.fabric import internals
 from lightning_zero.parameters import make_local
@@ -35,11 +36,48 @@ class Sharding:
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
         """The arguments of samplers: ranks that have parts of one model see the same batches."""
-        if self.settings.tensor_parallel_size == 1 or (mesh := self.device_mesh) is None:
+        if (mesh := self._running_mesh) is None:
             inherited: Any = super()
             return dict(inherited.distributed_sampler_kwargs)
         data = mesh["data_parallel"]
         return {"num_replicas": data.size(), "rank": data.get_local_rank()}
+
+    def all_gather(
+        self: Any, tensor: Tensor, group: Any = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather tensors, by default of the data-parallel ranks, as under DDP."""
+        inherited: Any = super()
+        gathered: Tensor = inherited.all_gather(tensor, group, sync_grads)
+        if (mesh := self._mesh_instead_of(group)) is None:
+            return gathered
+        # Torch's gather of a part of the ranks has no backward with gloo.
+        return gathered[mesh.get_coordinate()[-1] :: mesh.shape[-1]]
+
+    def reduce_boolean_decision(self: Any, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks decide so, or any."""
+        inherited: Any = super()
+        reduce = getattr(inherited, "reduce", None) or inherited.all_reduce  # as Fabric calls it
+        number = torch.tensor(int(decision), device=self.root_device)
+        return bool(reduce(number, None, "min" if all else "max"))
+
+    def _counted_once(
+        self, reduce: Callable[..., Any], value: Any, group: Any, reduce_op: Any
+    ) -> Any:
+        """Reduce a value, by default over the data-parallel ranks; all ranks get the same."""
+        if (mesh := self._mesh_instead_of(group)) is None:
+            return reduce(value, group, reduce_op)
+        return share(reduce(value, data_group(mesh), reduce_op), mesh)
+
+    def _mesh_instead_of(self, group: Any) -> Any:
+        """Return the mesh of the ranks if ``group`` is the default, as Lightning writes it."""
+        is_default = group is None or group is default_group()
+        return self._running_mesh if is_default else None
+
+    @property
+    def _running_mesh(self) -> Any:
+        """The mesh, once there are ranks."""
+        is_one = self.settings.tensor_parallel_size == 1
+        return None if is_one or default_group() is None else self.device_mesh
 
     def _connect(self: Any) -> Communicator:
         """Return the ranks; those of one tensor-parallel group draw the same random numbers."""
@@ -60,6 +98,7 @@ class Sharding:
         """Replace parameters that tensor parallelism has cut by this rank's parts."""
         if (mesh := self.device_mesh) is not None:
             make_local(module, mesh)
+            internals.count_once(module, mesh.shape[-1])
 
     def _sharded(
         self: Any,

@@ -200,6 +200,10 @@ class ZeROStrategy(SavingStrategy):
                 rank_zero_info(engines[0].steps[-1])
         return optimizer
 
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self._counted_once(super().all_reduce, tensor, group, reduce_op)
+
     # -- the step --------------------------------------------------------------------------------
 
     @override

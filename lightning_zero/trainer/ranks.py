@@ -70,9 +70,14 @@ class RankStrategy(Sharding, DDPStrategy):
             return super().broadcast(obj, src)
 
     @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         with self._collective("a reduction of values"):
-            return super().reduce(tensor, *args, **kwargs)
+            return self._counted_once(super().reduce, tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        with self._collective("a decision"):
+            return super().reduce_boolean_decision(decision, all)
 
     @override
     def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_zero.checkpoint import Saver, make_ordinary
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import Engine, forget_values
-from lightning_zero.fabric import init_device, to_device_but_parameters
+from lightning_zero.fabric import count_once, init_device, to_device_but_parameters
 from lightning_zero.memory import summary
 from lightning_zero.optimizer import stepper_of
 from lightning_zero.parameters import make_distributed
@@ -227,6 +227,7 @@ class ZeROStrategy(SavingStrategy):
         if run.comm.mesh.tensor is not None:
             refuse_whole_averages(callbacks_of(trainer))
             self._make_local(module)
+            run.stand_ins.callback(count_once, module, 1)
         if run.callbacks is not None:
             run.callbacks.prepare(module)
         if is_fitting and self._layer_sync:

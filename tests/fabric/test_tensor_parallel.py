@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,10 @@ def _loop(
             loss = F.cross_entropy(net(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
             fabric.backward(loss / 2)
         losses.append(loss.item())
+        losses.append(float(fabric.all_reduce(loss.detach(), reduce_op="sum")))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's, of what Lightning calls
+            losses += fabric.all_gather(loss.detach()).tolist()
         if step % 2:
             losses.append(float(fabric.clip_gradients(net, optimizer, max_norm=0.3)))
             optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +19,10 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     StochasticWeightAveraging,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torchmetrics import SumMetric
 
 from lightning_zero import MemoryMonitor, ZeROStrategy, estimate, gathered, load_weights
 from lightning_zero.fabric import ZeROStrategy as FabricStrategy
@@ -99,6 +101,49 @@ def test_a_file_has_whole_tensors_and_is_resumed_over_other_ranks(
     runs = [(path, cut, 4), (whole, cut, 4), (path, {"stage": 3}, 2), (path, None, 2)]
     for file, strategy, world in runs:
         assert_like_ddp(ranks(world).run(fit, str(tmp_path), strategy, file), resumed, 2e-5)
+
+
+class Counting(Model):
+    """Adds up over ranks what their batches give, in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SumMetric()
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        self.seen.update(loss.detach())
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        for way in ("mean", "sum"):
+            self.log(way, loss, sync_dist=True, reduce_fx=way, on_step=False, on_epoch=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's, of what Lightning calls
+            others = self.all_gather(loss, sync_grads=True)
+        self.losses += others.tolist()
+        return others.square().sum()
+
+    def on_train_epoch_end(self) -> None:
+        decide = self.trainer.strategy.reduce_boolean_decision
+        self.losses += [decide(self.global_rank == 0), decide(self.global_rank == 0, all=False)]
+
+    def on_train_end(self) -> None:
+        self.losses += [
+            self.trainer.callback_metrics[name].item() for name in ("mean", "sum", "seen")
+        ]
+
+
+def _counted(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
+    module = Counting()
+    found = fit(folder, strategy, model=module, max_epochs=1, max_steps=-1, limit_train_batches=2)
+    return {**found, "is left": module.seen.dist_sync_fn is not None}
+
+
+def test_ranks_of_a_group_count_once(ranks: Pools, tmp_path: Path) -> None:
+    """In logged values, metrics, reductions and gathers, whose gradients are added up."""
+    ddp = ranks(2).run(_counted, str(tmp_path), None)
+    found = ranks(4).run(_counted, str(tmp_path), {"stage": 3, **CUT})
+    assert_like_ddp(found, ddp, 2e-5)
+    assert not any(one["is left"] for one in found)
 
 
 class Reading(Model):
