@@ -697,7 +697,10 @@ def test_stored_tensors_are_tensors(
     stored = found["a"]
     assert isinstance(stored, LazyTensor)
     assert (stored.shape, stored.dtype, stored.nbytes) == (value.shape, value.dtype, 96)
-    for start, stop in ((0, 24), (5, 17), (3, 3)):
+    turned = torch.empty_strided(value.shape, (3, 1, 6)).copy_(value)  # as another module has it
+    for start, stop in ((0, 24), (5, 17), (3, 3), (7, 8)):
+        part = stored.part(start, stop, turned.stride())
+        assert torch.equal(part, turned.as_strided((24,), (1,))[start:stop])
         part = stored.part(start, stop, value.stride())
         assert torch.equal(part, value.flatten()[start:stop])
         part = found["b"].part(start, stop, images.stride())  # type: ignore[attr-defined]

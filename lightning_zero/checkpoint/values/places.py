@@ -83,7 +83,8 @@ class InOneRow:
     def read_row(self, name: str, start: int, out: Tensor, *, checks: bool) -> None:
         """Read elements from ``start`` on in memory order into ``out``, ``[n]`` of their dtype."""
         place = (self.start + start) * self.dtype.itemsize
-        self.content.read(name, place, out.view(torch.uint8), checks=checks)
+        flat = out.as_strided((out.numel(),), (1,))  # a single element may have any stride
+        self.content.read(name, place, flat.view(torch.uint8), checks=checks)
 
     def _is_direct(self, out: Tensor) -> bool:
         return out.dtype == self.dtype and out.is_contiguous() and out.device.type == "cpu"
