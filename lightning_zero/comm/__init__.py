@@ -42,6 +42,7 @@ from lightning_zero.comm.tensor_parallel import (
     data_group,
     device_mesh,
     is_dtensor,
+    parameter_behind,
     pretended_mesh,
     share,
     unwrapped,

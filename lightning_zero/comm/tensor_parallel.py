@@ -9,7 +9,7 @@ that it was. Autograd adds up its gradient over the tensor-parallel ranks where 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -97,19 +97,37 @@ def unwrapped(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]
     return part, wrap
 
 
-class _ReadDTensor(DTensor):
-    """A DTensor on the memory of a parameter, which is released after the step."""
+def _get(name: str, parameter: Any) -> Any:
+    return getattr(parameter, name)
+
+
+def _set(name: str, parameter: Any, value: Any) -> None:
+    setattr(parameter, name, value)
+
+
+def _call(name: str, parameter: Any, *args: Any, **kwargs: Any) -> Any:
+    return getattr(parameter, name)(*args, **kwargs)
+
+
+class _LentDTensor(DTensor):
+    """A DTensor on the memory of a parameter, which is released after the step.
+
+    Attributes:
+        parameter: The parameter: this rank's part.
+    """
+
+    parameter: Any
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse reads of released memory, and note changes; results are ordinary DTensors."""
+        """Refuse reads of released memory, and note changes; views are lent too."""
         with internals.as_plain_tensors():
             used = [
                 one
                 for one in tensors_in([args, kwargs], within_objects=False)
-                if isinstance(one, cls)
+                if isinstance(one, _LentDTensor)
             ]
             for one in used:
                 if one.numel() and not one._local_tensor.untyped_storage().nbytes():
@@ -119,8 +137,62 @@ class _ReadDTensor(DTensor):
             for one, version in zip(used, before, strict=True):
                 # DTensor changes its part beneath autograd, so that its version stays the same.
                 if version != _version_of(one) or (version < 0 and _is_in_place(func)):
-                    torch.autograd.graph.increment_version(one._local_tensor)
+                    torch.autograd.graph.increment_version(one.parameter)
+            _lend_views(result, used)
             return result
+
+
+class _ReadDTensor(_LentDTensor):
+    """What reading a parameter from its module gives: it stands for the parameter."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Hand what is asked of a parameter, not of its values, to the parameter."""
+        if func in _OF_PARAMETERS and isinstance(args[0], cls):
+            own = [_local(one, args[0]) for one in args[1:]]
+            return _OF_PARAMETERS[func](args[0].parameter, *own, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
+    **{
+        getattr(Tensor, name).__get__: functools.partial(_get, name) for name in ("grad", "is_leaf")
+    },
+    **{
+        getattr(Tensor, name).__set__: functools.partial(_set, name)
+        for name in ("grad", "requires_grad", "data")
+    },
+    **{
+        getattr(Tensor, name): functools.partial(_call, name)
+        for name in ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
+    },
+}
+
+
+def parameter_behind(value: Any) -> Any:
+    """Return the parameter that was read from its module as ``value``, or ``value``."""
+    return value.parameter if isinstance(value, _ReadDTensor) else value
+
+
+def _local(value: Any, like: DTensor) -> Any:
+    """Return this rank's part of a DTensor, cut as another, or any other value."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.redistribute(like.device_mesh, like.placements).to_local()
+
+
+def _lend_views(result: Any, used: Sequence[_LentDTensor]) -> None:
+    """Make those DTensors in a result lent that lie in the memory of one that is."""
+    for made in tensors_in(result, within_objects=False) if used else ():
+        if type(made) is DTensor:
+            key = internals.storage_key(made._local_tensor)
+            for one in used:
+                if key == internals.storage_key(one._local_tensor):
+                    made.__class__ = _LentDTensor  # not by a call, which would add a node
+                    made.parameter = one.parameter  # type: ignore[attr-defined]
+                    break
 
 
 def _version_of(value: Tensor) -> int:
@@ -224,6 +296,7 @@ class DTensorForm:
             return part  # an optimizer that steps all at once has the whole here
         # Not by a call, which would add a node to the graph.
         whole.__class__ = _ReadDTensor
+        whole.parameter = part  # type: ignore[attr-defined]
         return whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorForm:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from lightning_zero.comm import parameter_behind
 from lightning_zero.engine.engine import engine_of
 from lightning_zero.optimizer import clip
 
@@ -77,4 +78,5 @@ def grad_norm(
 def _parameters(value: nn.Module | Parameter | Iterable[Parameter]) -> list[Parameter]:
     if isinstance(value, nn.Module):
         return list(value.parameters())
-    return [value] if isinstance(value, Parameter) else list(value)
+    behind = parameter_behind(value)
+    return [behind] if isinstance(behind, Parameter) else list(behind)

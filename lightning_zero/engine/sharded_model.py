@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.comm import Communicator, SyncPoint, parameter_behind
 from lightning_zero.engine.shown_masters import ShownMasters
 from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import Progress, UnitBuilder
@@ -94,7 +94,7 @@ class ShardedModel:
 
     def piece(self, parameter: Parameter) -> Piece | None:
         """Return this rank's piece of a parameter; ``None`` if the model does not hold it."""
-        place = self._places.get(id(parameter))
+        place = self._places.get(id(parameter_behind(parameter)))
         return place[1].pieces[place[2]] if place else None
 
     @runs_outside
@@ -178,7 +178,7 @@ class ShardedModel:
 
         The root is needed first, and a device gathers one unit after the other.
         """
-        places = [self._places.get(id(parameter)) for parameter in parameters]
+        places = [self._places.get(id(parameter_behind(one))) for one in parameters]
         wanted = {place[0].index for place in places if place}
         return [unit for unit in (self.root, *self.units[:-1]) if unit.index in wanted]
 
@@ -229,7 +229,7 @@ class ShardedModel:
     @runs_outside
     def full_grad(self, parameter: Parameter) -> Tensor | None:
         """Return the whole reduced gradient of a parameter, ``None`` without one; a collective."""
-        _, flat, index = self._places[id(parameter)]
+        _, flat, index = self._places[id(parameter_behind(parameter))]
         piece = flat.pieces[index]
         flags = bytes([piece.reduced is not None])
         about = f"of parameter {piece.range.slot.name!r}"
