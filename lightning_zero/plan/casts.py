@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import copy
 import operator
+import random
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.nn import Parameter
 
 from lightning_zero.plan.cuts import original_class
@@ -100,7 +104,7 @@ def _known_to_be_cast(root: nn.Module) -> Iterator[Parameter]:
 def _cast_in_forward(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the module's own parameters that its forward uses once, and casts."""
     try:
-        with torch.random.fork_rng(devices=[]):
+        with _without_draws():
             graph = _Uses(param_shapes_constant=True).trace(_copy(module))
     except Exception:  # forward may raise anything on stand-ins without data
         return ()
@@ -121,13 +125,40 @@ class _Uses(fx.Tracer):
         return True
 
 
+@contextmanager
+def _without_draws() -> Iterator[None]:
+    """Enter a context whose random draws are undone."""
+    numpy, states = sys.modules.get("numpy"), random.getstate()
+    of_numpy = numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
 def _copy(module: nn.Module) -> nn.Module:
-    """Return a copy that shares parameters and children, but no container forward may change."""
+    """Return a copy that shares parameters and children, but nothing else forward may change."""
     one = copy.copy(module)
     for name, value in vars(module).items():
-        if isinstance(value, dict | list | set):
-            vars(one)[name] = copy.copy(value)
+        vars(one)[name] = _own(value)
     return one
+
+
+def _own(value: Any) -> Any:
+    """Return a tensor, other than a parameter, or a container of some as a copy."""
+    if isinstance(value, Tensor):
+        return value if isinstance(value, Parameter) else value.detach().clone()
+    if not isinstance(value, dict | list | set):
+        return value
+    copied: Any = copy.copy(value)
+    if isinstance(value, dict):
+        copied.update({key: _own(one) for key, one in value.items()})
+    elif isinstance(value, list):
+        copied[:] = map(_own, value)
+    return copied
 
 
 def _is_cast_once(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,9 +27,13 @@ class Raw(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.randn(shape) / 4))
         self.inner = nn.Linear(8, 8)
         self.calls: list[Any] = []
+        self.register_buffer("count", torch.zeros(()))
+        self.others = [torch.zeros(())]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.append(torch.rand(()))
+        self.calls.append((torch.rand(()), random.random(), np.random.rand()))
+        self.count += 1
+        self.others[0].add_(1)
         x = self.inner(x + self.position) * self.gain
         x = torch.addmm(self.bias, x.view(-1, self.weight.shape[0]), self.weight)
         x = x @ self.turned.T.contiguous()
@@ -136,8 +141,11 @@ def test_what_is_cast_changes_no_bit(name: str, device: str) -> None:
 def test_the_dry_run_leaves_no_trace() -> None:
     module = Raw()
     state, python = torch.random.get_rng_state(), random.getstate()
+    of_numpy = np.random.get_state()[1].tolist()
     uncast(module)
     assert module.calls == []
+    assert module.count == module.others[0] == 0
+    assert np.random.get_state()[1].tolist() == of_numpy
     assert torch.equal(torch.random.get_rng_state(), state)
     assert random.getstate() == python
 
