@@ -25,7 +25,7 @@ from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.parameters import Piece
+from lightning_zero.parameters import Piece, loading_whole
 from lightning_zero.plan import cut_of
 from lightning_zero.tensors import (
     internals,
@@ -143,7 +143,7 @@ class ModuleLoad(TorchFunctionMode):
 
     def call(self, state: Mapping[str, Any], *, strict: bool) -> Any:
         """Call ``load_state_dict`` and return what it returns."""
-        with self, warnings.catch_warnings():
+        with self, loading_whole(), warnings.catch_warnings():
             # torch's copies to a meta module would be no-ops; ours are only noted.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
             try:

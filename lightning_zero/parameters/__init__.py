@@ -26,6 +26,7 @@ from lightning_zero.parameters.classes import Lent, are_views
 from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.grad_shard import Reach
 from lightning_zero.parameters.local_form import (
+    loading_whole,
     local_of,
     make_distributed,
     make_local,

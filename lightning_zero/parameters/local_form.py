@@ -113,6 +113,23 @@ def put_values(parameter: Parameter, values: Tensor) -> None:
     torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
 
 
+_are_whole = False
+
+
+@contextmanager
+def loading_whole() -> Iterator[None]:
+    """Enter a context in which ``load_state_dict`` refuses parts, which code between steps has.
+
+    A file may have a smaller model's tensors, of the shape of a part.
+    """
+    global _are_whole
+    before, _are_whole = _are_whole, True
+    try:
+        yield
+    finally:
+        _are_whole = before
+
+
 def _local_modules(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, DTensorForm]]]:
     for child in [*module.modules()]:
         if (forms := vars(child).get(_FORMS)) is not None:
@@ -141,8 +158,14 @@ def _local_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     ) -> None:
         """Load this rank's parts of whole values."""
         for name, form in vars(self)[_FORMS].items():
-            if prefix + name in state:
-                state[prefix + name] = form.part_of(state[prefix + name])
+            if (key := prefix + name) in state:
+                value = state[key]
+                state[key] = form.part_of(value)
+                if _are_whole and form.cut is not None and state[key] is value:
+                    args[-1].append(
+                        f"size mismatch for {key}: its shape is {tuple(value.shape)} in the"
+                        f" checkpoint and {tuple(form.shape)} in the model, over all ranks."
+                    )
         cls._load_from_state_dict(self, state, prefix, *args)
 
     wrapped = {name: _wrapped(name) for name in names}

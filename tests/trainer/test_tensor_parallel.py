@@ -195,6 +195,25 @@ def test_what_is_read_before_it_is_saved_is_in_order(ranks: Pools, tmp_path: Pat
             assert torch.equal(found["state_dict"][name], value), name
 
 
+def _from_another_model(folder: str, strategy: dict[str, Any], path: str) -> str:
+    try:
+        fit(folder, strategy, path)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_tensor_of_the_shape_of_a_part_is_no_part(
+    ranks: Pools, tmp_path: Path, plain: tuple[str, Any, Any]
+) -> None:
+    """It is of a smaller model; code between steps may load parts."""
+    state = torch.load(plain[0])
+    state["state_dict"]["net.head.weight"] = state["state_dict"]["net.head.weight"][:12]
+    torch.save(state, path := str(tmp_path / "smaller.ckpt"))
+    for told in ranks(2).run(_from_another_model, str(tmp_path), {"stage": 3, **CUT}, path):
+        assert "size mismatch for net.head.weight: its shape is (12, 16) in the" in told
+
+
 def _twice(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
     """Two runs of one module, and what can be done after them."""
     model = Model()
