@@ -19,7 +19,7 @@ from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import Progress, UnitBuilder
 from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.optimizer import kept_states
-from lightning_zero.parameters import FlatParameters, Piece, Reader, guards
+from lightning_zero.parameters import FlatParameters, Piece, Reader, guards, put_values
 from lightning_zero.plan import Settings
 from lightning_zero.tensors import PartlyRead, Scratch, bytes_held, runs_outside
 
@@ -243,7 +243,7 @@ class ShardedModel:
         """Make the module an ordinary one, with whole parameters in host memory; a collective."""
         for parameter, whole in self.whole_parameters():
             guards.restore_class(parameter)
-            parameter.data = whole.to("cpu", copy=True)
+            put_values(parameter, whole.to("cpu", copy=True))
         for unit in self.units:
             unit.weights.retire()
 

@@ -18,6 +18,7 @@ from lightning_zero.parameters.guards import (
     make_readable,
     restore_class,
 )
+from lightning_zero.parameters.local_form import put_values
 from lightning_zero.parameters.ownership import Memory, Owner, ownership_of, take
 from lightning_zero.plan import Home
 from lightning_zero.tensors import internals, lasting_tensors, properties
@@ -88,6 +89,9 @@ class ParameterClasses:
             one = torch.full((), value, dtype=home.dtype, device=home.device)
             of_shape = {shape: one.expand(shape) for shape in {p.shape for p in self._parameters}}
             self._placeholders = [of_shape[p.shape] for p in self._parameters]
+            for parameter, placeholder in zip(self._parameters, self._placeholders, strict=True):
+                if not internals.may_hold(parameter, placeholder):
+                    put_values(parameter, placeholder)
 
     def rest(self) -> None:
         """Point the parameters at placeholders, and send every use of them to the owner."""

@@ -87,8 +87,6 @@ class FlatParameters:
         self._grad_dtype = plan.weight.dtype
         if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
             self._grad_dtype = plan.master.dtype
-            for parameter in self.parameters:
-                parameter.grad_dtype = None  # any: autograd's gradients have the weight's dtype
         if not self.store.is_stream:
             self._load()
         with lasting_tensors():
@@ -96,6 +94,9 @@ class FlatParameters:
         self.edits = Edits(self.parameters, self.weight, has_copies=plan.rests_apart)
         self.reducer = Reducer(self.pieces, self.store)
         self.classes = ParameterClasses(named, owner, self, plan.weight, plan.master.dtype)
+        if self._grad_dtype is not plan.weight.dtype:
+            for parameter in self.parameters:
+                parameter.grad_dtype = None  # any: autograd's gradients have the weight's dtype
         # This rank's part of coded weights, if they were edited since they were gathered.
         self._edited: Tensor | None = None
         self.show_whole()

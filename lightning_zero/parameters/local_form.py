@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -20,7 +19,7 @@ from lightning_zero.comm import DTensorForm, cut_by_own_plan, is_dtensor
 from lightning_zero.parameters.guards import Guarded
 from lightning_zero.parameters.ownership import ownership_of
 from lightning_zero.plan import derived_class, original_class, set_cut
-from lightning_zero.tensors import internals
+from lightning_zero.tensors import internals, properties
 
 _FORMS, _LOCAL = "_lightning_zero_forms", "_lightning_zero_local"
 
@@ -107,10 +106,11 @@ def uncut(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def put_values(parameter: Parameter, values: Tensor) -> None:
-    """Make a parameter that no autograd graph knows hold ``values``, of any shape and device."""
-    fresh = Parameter(values, parameter.requires_grad)
-    vars(fresh).update(vars(parameter))
-    torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+    """Make a parameter hold ``values``, of any shape and device."""
+    if internals.may_hold(parameter, values):
+        properties.set_data(parameter, values)
+    else:
+        internals.swap_contents(parameter, Parameter(values, parameter.requires_grad))
 
 
 _are_whole = False

@@ -115,6 +115,19 @@ num_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defin
 make_wrapper = Tensor._make_wrapper_subclass
 """Makes a tensor without memory. DTensor uses it too; there is no other way."""
 
+may_hold: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
+"""Whether ``tensor.data`` takes another tensor, as ``nn.Module.to`` asks.
+
+It takes none of the meta device, nor of an accelerator that torch has no name of its own for.
+"""
+
+swap_contents: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
+"""Swaps what two tensors are in C++.
+
+``torch.utils.swap_tensors`` does the same, but for no tensor that an autograd graph or a weak
+reference knows: a graph keeps what it has saved.
+"""
+
 has_storage = torch._C._has_storage
 """False for sparse and functorch tensors, whose ``untyped_storage`` raises."""
 

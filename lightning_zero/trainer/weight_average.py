@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.checkpoint import ShardedValue, holds, sharded
 from lightning_zero.engine import Engine
-from lightning_zero.parameters import Piece, make_distributed
+from lightning_zero.parameters import Piece, make_distributed, put_values
 
 
 class Average:
@@ -69,7 +69,7 @@ class Average:
             piece = engine.sharded.piece(parameter)
             assert piece is not None, "an engine has a piece of each of its module's parameters"
             self._pieces[id(own)] = piece
-            own.data = piece.data.to(device or piece.device, own.dtype, copy=True)
+            put_values(own, piece.data.to(device or piece.device, own.dtype, copy=True))
         # torch sets an attribute on the hook, which fails for a bound method.
         cut, show = functools.partial(self._cut), functools.partial(self._show_sharded)
         for child, original in zip(self.copy.modules(), self._module.modules(), strict=True):
@@ -198,7 +198,7 @@ class Average:
         for name in self._copying:
             del vars(self.copy)[name]
         for own, value in zip(self.copy.parameters(), whole, strict=True):
-            own.data = value
+            put_values(own, value)
         self.copy.cpu()
         make_distributed(self.copy)
 

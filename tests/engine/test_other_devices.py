@@ -1,0 +1,76 @@
+"""A device that torch has no name of its own for: ``.data`` of host tensors takes none of its."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.parameters import put_values
+from lightning_zero.tensors import internals, properties
+from tests.oracle.models import MODELS
+from tests.oracle.parity import assert_parity, reference
+from tests.oracle.sharded import adamw, result_of, shard, train
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> list[torch.UntypedStorage]:
+    """Stand-ins for host memory: tensors there take no data from elsewhere."""
+    host: list[torch.UntypedStorage] = []
+    assign = properties.SET_DATA
+
+    def is_on_host(tensor: Tensor) -> bool:
+        return any(tensor.untyped_storage().data_ptr() == one.data_ptr() for one in host)
+
+    def assigned(tensor: Tensor, data: Tensor) -> None:
+        assert is_on_host(tensor) is is_on_host(data), "incompatible tensor type"
+        assign(tensor, data)
+
+    monkeypatch.setattr(properties, "SET_DATA", assigned)
+    monkeypatch.setattr(internals, "may_hold", lambda tensor, other: False)
+    return host
+
+
+def test_parameters_stay_the_same_objects(refusing: list[torch.UntypedStorage]) -> None:
+    """From host to device and back, also those that a graph or a weak reference still knows."""
+    case = MODELS["nested"]
+    model = case.build()
+    named = dict(model.named_parameters())
+    known = [weakref.ref(parameter) for parameter in named.values()]
+    refusing += [parameter.untyped_storage() for parameter in named.values()]
+    engine = shard(model, units="leaves")
+    optimizer: Any = adamw(model)
+    engine.adopt(optimizer)
+    with engine.step() as watch:
+        loss = case.loss(model, case.batch(4, 0))
+        watch(loss)
+    loss.backward()
+    optimizer.step()
+    expected = result_of(engine, [], []).params
+    on_device = {name: parameter._cdata for name, parameter in named.items()}
+    engine.close()
+    assert all(found() is p for found, p in zip(known, model.parameters(), strict=True))
+    assert all(named[name] is p for name, p in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter._cdata != on_device[name]
+        assert torch.equal(parameter, expected[name])
+
+
+@pytest.mark.usefixtures("refusing")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_numbers_are_the_plain_loops(precision: str) -> None:
+    actual = train("nested", adamw, precision=precision, clip_norm=0.1)
+    expected = reference(MODELS["nested"], adamw, 3, clip=0.1, precision=precision)
+    assert_parity(actual, expected, ulps=4)
+
+
+def test_other_values_of_any_shape_and_device() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
+    parameter.note = "kept"  # type: ignore[attr-defined]
+    put_values(parameter, torch.full((2, 2), 5.0))
+    assert parameter.tolist() == [[5.0, 5.0], [5.0, 5.0]]
+    assert not parameter.requires_grad
+    assert parameter.note == "kept"  # type: ignore[attr-defined]
