@@ -72,7 +72,7 @@ class ShardedPrecision(Precision):
         if isinstance(plugin, cls):
             made = plugin
         elif isinstance(plugin, cls.plugins[-1]):
-            scaler = None if plugin.scaler is None else _scaler_of(plugin.scaler)
+            scaler = None if plugin.scaler is None else _scaler_of(plugin)
             made = cls._made(plugin.precision, scaler, plugin.device)
         elif type(plugin) in cls.plugins:
             made = cls(plugin.precision)
@@ -195,8 +195,13 @@ class ScaledPrecision(FabricPrecision):
         return None if found_inf else optimizer.step(**kwargs)
 
 
-def _scaler_of(scaler: Any) -> LossScaler:
-    """Return a loss scaler with the settings of a ``torch.amp.GradScaler``."""
+def _scaler_of(plugin: Any) -> LossScaler:
+    """Return a loss scaler with the settings of a plugin's ``torch.amp.GradScaler``."""
+    scaler = plugin.scaler
+    if not scaler.is_enabled():
+        # Lightning asks for CUDA's on every accelerator, and torch disables it where there is none.
+        is_meant = torch.get_device_module(plugin.device).is_available()
+        return LossScaler(1.0, 1.0, 1.0) if is_meant else LossScaler()
     made = LossScaler(init_scale=scaler.get_scale())
     made.growth_factor = scaler.get_growth_factor()
     made.backoff_factor = scaler.get_backoff_factor()

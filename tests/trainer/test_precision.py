@@ -330,3 +330,16 @@ def test_scaler_reads_that_of_torch() -> None:
     ours.load_state_dict({**torch_scaler.state_dict(), "scale": 32.0, "_growth_tracker": 3})
     torch_scaler.load_state_dict(ours.state_dict())
     assert torch_scaler.get_scale() == 32.0
+
+
+def test_a_scaler_that_is_disabled() -> None:
+    """By torch, as there is no CUDA for what Lightning chooses everywhere; or on purpose."""
+    by_torch = ZeROPrecision.of(MixedPrecision("16-mixed", "cuda"))
+    assert by_torch.scaler is not None
+    assert by_torch.scaler.scale == 2.0**16
+    on_purpose = torch.amp.GradScaler("cpu", enabled=False)
+    ours = ZeROPrecision.of(MixedPrecision("16-mixed", "cpu", on_purpose))
+    assert ours.scaler is not None
+    for found_inf in (True, False):
+        assert ours.scaler.scale == on_purpose.get_scale() == 1.0
+        ours.scaler.update(found_inf=found_inf)
