@@ -110,7 +110,7 @@ def put_values(parameter: Parameter, values: Tensor) -> None:
     if internals.may_hold(parameter, values):
         properties.set_data(parameter, values)
     else:
-        internals.swap_contents(parameter, Parameter(values, parameter.requires_grad))
+        internals.take_contents(parameter, Parameter(values, parameter.requires_grad))
 
 
 _are_whole = False

@@ -121,12 +121,17 @@ may_hold: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_
 It takes none of the meta device, nor of an accelerator that torch has no name of its own for.
 """
 
-swap_contents: Callable[[Tensor, Tensor], None] = torch._C._swap_tensor_impl
-"""Swaps what two tensors are in C++.
 
-``torch.utils.swap_tensors`` does the same, but for no tensor that an autograd graph or a weak
-reference knows: a graph keeps what it has saved.
-"""
+def take_contents(tensor: Tensor, other: Tensor) -> None:
+    """Make a tensor in C++ what another is, and let it keep its gradient hooks.
+
+    ``torch.utils.swap_tensors`` loses them, and refuses tensors that an autograd graph or a weak
+    reference knows; a graph keeps what it has saved.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        setattr(tensor, name, getattr(tensor, name))  # to C++, from where Python keeps them
+
 
 has_storage = torch._C._has_storage
 """False for sparse and functorch tensors, whose ``untyped_storage`` raises."""

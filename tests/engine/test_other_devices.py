@@ -67,6 +67,16 @@ def test_numbers_are_the_plain_loops(precision: str) -> None:
     assert_parity(actual, expected, ulps=4)
 
 
+@pytest.mark.usefixtures("refusing")
+def test_gradient_hooks_stay() -> None:
+    parameter, calls = torch.nn.Parameter(torch.ones(3)), []
+    parameter.register_hook(lambda grad: calls.append(grad.tolist()))
+    parameter.register_post_accumulate_grad_hook(lambda p: calls.append(p.tolist()))
+    put_values(parameter, torch.full((3,), 5.0))
+    parameter.square().sum().backward()
+    assert calls == [[10.0] * 3, [5.0] * 3]
+
+
 def test_other_values_of_any_shape_and_device() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
     parameter.note = "kept"  # type: ignore[attr-defined]
