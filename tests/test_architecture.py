@@ -66,6 +66,7 @@ INNER = {
     "optimizer.shared_state",
     "optimizer.probe",
     "optimizer.rounding",
+    "optimizer.second_run",
     "optimizer.staging",
     "parameters.classes",
     "parameters.piece_range",

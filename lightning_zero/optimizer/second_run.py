@@ -6,10 +6,13 @@ else would step it differently on each rank, or save parts as if they were whole
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer.announced import Around
@@ -89,13 +92,28 @@ class SecondRun:
             raise
         for handle in before.endings:
             handle.remove()
+
+        def kept(state: Any, piece: Piece) -> dict[str, Any]:
+            return stepper.kept(_on(stepper.stepped_as(piece).device, state), piece)
+
         moved = dict(zip(self._new, self._new, strict=True))
         with stepper.holding_parts():
-            take_state(self._optimizer, moved, stepper.kept)
+            take_state(self._optimizer, moved, kept)
 
     def _agree(self, is_alike: bool) -> None:
         if not all(self._comm.control.gather_objects(is_alike)):
             raise ValueError(ENDED.format(kind=type(self._optimizer).__name__))
+
+
+def _on(device: torch.device, state: Any) -> Any:
+    """Return a state on the device: a Trainer moved all but ``step`` to the host in the end."""
+
+    def moved(value: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+    if not isinstance(state, Mapping):
+        return moved(state)
+    return {key: value if key == "step" else moved(value) for key, value in state.items()}
 
 
 def _part(piece: Piece) -> Any:

@@ -1,4 +1,8 @@
-"""A device that torch has no name of its own for: ``.data`` of host tensors takes none of its."""
+"""What only a device shows: parameters and states that move between it and the host.
+
+On a device that torch has no name of its own for, ``.data`` of a tensor of the host takes no tensor
+of the device.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero.optimizer import kept_states
+from lightning_zero.optimizer.second_run import SecondRun
 from lightning_zero.parameters import put_values
 from lightning_zero.tensors import internals, properties
 from tests.oracle.models import MODELS
@@ -84,3 +90,29 @@ def test_other_values_of_any_shape_and_device() -> None:
     assert parameter.tolist() == [[5.0, 5.0], [5.0, 5.0]]
     assert not parameter.requires_grad
     assert parameter.note == "kept"  # type: ignore[attr-defined]
+
+
+def test_states_of_an_earlier_run_go_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ends moves them to the host, as DDP does; the meta device is the other one."""
+    case, given = MODELS["nested"], SecondRun.give_to
+    model = case.build()
+    optimizer = adamw(model)
+
+    def give_to(run: SecondRun, stepper: Any) -> None:
+        with monkeypatch.context() as on_device:
+            on_device.setattr(type(stepper), "stepped_as", lambda _, piece: piece.to("meta"))
+            given(run, stepper)
+
+    monkeypatch.setattr(SecondRun, "give_to", give_to)
+    engine = shard(model)
+    engine.adopt(optimizer)
+    case.loss(model, case.batch(4, 0)).backward()
+    optimizer.step()
+    engine.close()
+    engine = shard(model)
+    engine.adopt(optimizer)
+    devices = {
+        key: value.device.type for _, s in kept_states([optimizer]) for key, value in s.items()
+    }
+    assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
+    engine.close()
