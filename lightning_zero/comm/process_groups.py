@@ -244,4 +244,20 @@ def _new_group(
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if limit is not None:
             options._timeout = limit
-    return dist.new_group(ranks, backend=backend, timeout=limit, pg_options=options)
+    with contextlib.nullcontext() if backend is None else _unbound():
+        return dist.new_group(ranks, backend=backend, timeout=limit, pg_options=options)
+
+
+@contextlib.contextmanager
+def _unbound() -> Iterator[None]:
+    """Enter a context in which the default group is bound to no device.
+
+    Lightning binds it to the rank's. Torch then connects the device's backend of each new group,
+    and fails for one of hosts, which has none, unless that device is CUDA's.
+    """
+    group = _default_group()
+    device, group.bound_device_id = group.bound_device_id, None
+    try:
+        yield
+    finally:
+        group.bound_device_id = device

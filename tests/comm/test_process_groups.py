@@ -204,3 +204,21 @@ def connected_both_ways() -> list[int]:
 def test_many_ranks_are_connected_only_where_they_send(ranks: Pools) -> None:
     for every, few in ranks(4).run(connected_both_ways):
         assert (every, few) == (4, 1)  # with the one that listens
+
+
+def _host_group_beside_an_accelerator() -> None:
+    world, device = dist.group.WORLD, torch.device("xpu", 0)
+    world.bound_device_id = device
+    try:
+        group = process_groups.new_group_of_hosts()
+        assert world.bound_device_id == device
+    finally:
+        world.bound_device_id = None
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == 2
+    process_groups.destroy(group)
+
+
+def test_hosts_have_groups_where_the_default_one_is_bound_to_an_accelerator(ranks: Pools) -> None:
+    ranks(2).run(_host_group_beside_an_accelerator)
