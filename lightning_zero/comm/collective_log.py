@@ -57,13 +57,11 @@ class Course:
 
     def __init__(self, era: int = 0) -> None:
         self.last = Milestone(era)
-        self.event = ""
         self._milestones = deque([self.last], _MOST_AHEAD)
 
     def note(self, event: str) -> None:
         """Note an event; by the next sync point all ranks must have noted the same, in order."""
         era, number, checksum = self.last
-        self.event = event
         self.last = Milestone(era, number + 1, zlib.crc32(event.encode(), checksum))
         self._milestones.append(self.last)
 
@@ -82,6 +80,7 @@ class CollectiveLog:
     Attributes:
         step: Optimizer steps that have ended.
         course: The events that this rank has met.
+        untagged: The last collective that only its order tells from others, if there was one.
         explain: Called with the error of a collective that failed; may raise a better one.
         verdict: The error that ended the run on all ranks: every collective raises it.
         begun: How many collectives of each channel have begun.
@@ -94,6 +93,7 @@ class CollectiveLog:
     def __init__(self) -> None:
         self.step = 0
         self.course = Course()
+        self.untagged: CollectiveId | None = None
         self.explain: Callable[[BaseException], None] = lambda _: None
         self.verdict = ""
         self.begun: Counter[str] = Counter()
@@ -109,6 +109,12 @@ class CollectiveLog:
         channel = channel or place
         self.begun[channel] += 1
         return CollectiveId(place, channel, self.begun[channel])
+
+    def begin_untagged(self, place: str, channel: str) -> CollectiveId:
+        """Note that this rank begins a collective that only its order tells from others."""
+        collective = self.untagged = self.begin(place, channel)
+        self.course.note(place)
+        return collective
 
     def wait(self, collective: CollectiveId, works: Iterable[Any]) -> None:
         """Wait for ``works``, which end when the others have begun the collective too.

@@ -74,8 +74,7 @@ class Collectives(Transport):
     def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
         own = whole.view(self.size, -1)[self.rank]
         copy(own, shard.own)
-        collective = self.log.begin(weights_of(unit), "gather")
-        self.control.channel.note_untagged(collective.place)
+        collective = self.log.begin_untagged(weights_of(unit), "gather")
         work = _all_gather(whole, own, group=self._gather_group, async_op=True)
         return Pending(self.log, collective, [work])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 import traceback
@@ -9,7 +10,9 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-from lightning_zero.comm.collective_log import CollectiveLog
+import torch.distributed as dist
+
+from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
 from lightning_zero.comm.reports import Whereabouts
 from lightning_zero.tensors import uncollected
 
@@ -24,10 +27,10 @@ class Observer:
     def __init__(self, collectives: CollectiveLog) -> None:
         self._log = collectives
         self._looks = 0
-        self._foreign: tuple[tuple[int, int, int], int, float] | None = None
+        self._still: tuple[Any, int, float] | None = None
 
     def look(self) -> Whereabouts | None:
-        """Return where this rank waits, or ``None`` if it does not."""
+        """Return where this rank waits or may be blocked, or ``None`` if it is nowhere such."""
         self._looks += 1
         frame = _frame_of(self._log.thread)
         is_foreign = frame and frame.f_code.co_filename.endswith("distributed_c10d.py")
@@ -36,23 +39,33 @@ class Observer:
         if waiting is not None:
             collective, number, since = waiting
             return self.at(*collective, wait=number, since=since, function=function)
-        if frame is None or not is_foreign or self._log.is_busy:
-            self._foreign = None
+        if frame is None or self._log.is_busy:
+            self._still = None
             return None
-        # A thread that sends and receives in a loop is in the same place at every look, but has
-        # used CPU time in between.
-        where = (id(frame), frame.f_lasti, _milliseconds_used(self._log.thread))
-        if self._foreign is None or self._foreign[0] != where:
-            self._foreign = (where, -self._looks, monotonic())
-        _, wait, since = self._foreign
-        return self.at(f"torch.distributed.{function}", wait=wait, since=since)
+        if is_foreign:
+            # A thread that sends and receives in a loop is in the same place at every look, but has
+            # used CPU time in between.
+            where = (id(frame), frame.f_lasti, _milliseconds_used(self._log.thread))
+            here = self._since(where, CollectiveId(f"torch.distributed.{function}", "", 0))
+            group = frame.f_locals.get("group")
+            is_of_all = function in _OF_ALL and group in (None, dist.group.WORLD)
+            return dataclasses.replace(here, is_of_all=is_of_all)
+        if self._log.untagged is None:
+            return None
+        where = (self._log.course.last, sum(dict(self._log.begun).values()))
+        here = self._since(where, self._log.untagged)
+        return dataclasses.replace(here, is_blocked=True)
+
+    def _since(self, where: Any, collective: CollectiveId) -> Whereabouts:
+        """Return a report from a collective, in which this rank has been since it is ``where``."""
+        if self._still is None or self._still[0] != where:
+            self._still = (where, -self._looks, monotonic())
+        _, wait, since = self._still
+        return self.at(*collective, wait=wait, since=since)
 
     def describe(self) -> str:
         """Return a description of where this rank is now."""
-        if here := self.look():
-            return str(here)
-        after = f", after {self._log.course.event}" if self._log.course.event else ""
-        return f"is in step {self._log.step} at {self._caller}{after}"
+        return str(self.look() or f"is in step {self._log.step} at {self._caller}")
 
     def at(
         self,
@@ -69,8 +82,9 @@ class Observer:
         caller = self._caller if place else ""
         seconds = monotonic() - since
         return Whereabouts(
-            place, channel, number, step, caller, wait, looks, begun, seconds, function
-        )
+            place, channel, number, step, caller, wait, looks, begun, seconds, function,
+            self._log.course.last,
+        )  # fmt: skip
 
     @property
     def _caller(self) -> str:
@@ -87,6 +101,15 @@ class Observer:
             f"Rank {rank} failed in step {self._log.step}{where}: {what}\n"
             "The other ranks, which were waiting for it, stop too."
         )
+
+
+_OF_ALL = {
+    "barrier", "monitored_barrier", "broadcast", "all_reduce", "reduce", "all_gather", "gather",
+    "scatter", "reduce_scatter", "all_gather_into_tensor", "all_gather_single", "all_to_all",
+    "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "all_gather_object",
+    "broadcast_object_list", "gather_object", "scatter_object_list",
+}  # fmt: skip
+"""The functions of torch.distributed that every rank of a group calls."""
 
 
 def _milliseconds_used(thread: int) -> int:

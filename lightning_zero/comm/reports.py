@@ -89,7 +89,7 @@ def own_store(*, alone: bool) -> Any:
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """A waiting rank's report to the others.
+    """The report of a rank that has not gone on for long.
 
     Attributes:
         place: The collective that it waits for; empty if it has left.
@@ -102,6 +102,10 @@ class Whereabouts:
         begun: How many collectives of each channel it has begun.
         seconds: For how long it had waited when it looked.
         function: The function of torch.distributed it is in, if the collective calls several.
+        course: How far it has come on its course.
+        is_blocked: Whether it waits nowhere that is known: it computes, or its device waits for the
+            collective, the last one that it has begun without a tag.
+        is_of_all: Whether other code's collective, in which it waits, is one of all ranks.
     """
 
     place: str
@@ -114,10 +118,15 @@ class Whereabouts:
     begun: dict[str, int] = field(repr=False)
     seconds: float = 0.0
     function: str = ""
+    course: Milestone = field(default=Milestone())
+    is_blocked: bool = False
+    is_of_all: bool = False
 
     def __str__(self) -> str:
         if not self.place:
             return f"finished training after step {self.step}"
+        if self.is_blocked:
+            return f"is in step {self.step} at {self.caller}, after {self.place}"
         where = f" (called at {self.caller})" if self.caller else ""
         what = f", in {self.function}" if self.function else ""
         return f"waits in step {self.step} for {self.place}{what}{where}"
@@ -147,15 +156,11 @@ class Reports:
     def get(self) -> dict[int, Whereabouts]:
         """Return every rank's report; empty unless all have one."""
         notes = self.board.get("waits") or [""]
-        return {r: Whereabouts(**json.loads(n)) for r, n in enumerate(notes)} if all(notes) else {}
-
-    def pass_on(self, milestone: Milestone) -> None:
-        """Tell the others how far this rank has come; they may read it at any later time."""
-        self.board.put("course", json.dumps(milestone))
-
-    def passed_on(self) -> list[Milestone]:
-        """Return the last milestone of each rank, in rank order; empty unless all have told one."""
-        return [Milestone(*json.loads(note)) for note in self.board.get("course") or ()]
+        fields = [json.loads(note) for note in notes] if all(notes) else []
+        return {
+            rank: Whereabouts(**{**each, "course": Milestone(*each["course"])})
+            for rank, each in enumerate(fields)
+        }
 
     def publish(self, verdict: str) -> str:
         """End the run on all ranks with ``verdict``, or with an earlier one; return which."""

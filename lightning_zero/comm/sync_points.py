@@ -86,13 +86,12 @@ class Channel:
 
     Attributes:
         capacity: Flags that a sync point has room for.
-        has_untagged: Whether messages were sent that only their order tells apart.
         memory: What the words go through instead of messages, if anything.
     """
 
     def __init__(self, world_size: int, log: CollectiveLog, describe: Callable[[str], Any]) -> None:
         self.world_size, self.log, self.describe = world_size, log, describe
-        self.capacity, self.has_untagged = 64, False
+        self.capacity = 64
         self.memory: SharedWords | None = None
 
     @property
@@ -105,11 +104,6 @@ class Channel:
         self.capacity = max(self.capacity, num_flags)
         if self.memory is not None and self.capacity > self.memory.most_flags:
             self.memory = None
-
-    def note_untagged(self, message: str) -> None:
-        """Note a message that only its order tells from others, which all ranks send alike."""
-        self.has_untagged = True
-        self.log.course.note(message)
 
     def begin(self, word: bytes, place: str, channel: str) -> tuple[CollectiveId, Word]:
         """Send this rank's ``word``, and log it."""
@@ -126,7 +120,7 @@ class Channel:
     def refuse(self, places: list[Any]) -> NoReturn:
         """Raise an error with every rank's place; all are here, though at different sync points."""
         verdict = diverged(dict(enumerate(places)))
-        if self.has_untagged:
+        if self.log.untagged is not None:
             # They may have met the wrong ones, or wait on a device for ones that never come: their
             # groups cannot be used again.
             self.log.verdict = verdict

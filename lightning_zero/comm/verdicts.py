@@ -6,9 +6,12 @@ from collections.abc import Mapping
 
 from lightning_zero.comm.reports import Whereabouts
 
+PATIENCE = 2.0
+"""Seconds of waiting before a rank reports where it is."""
+
 FOREIGN_PATIENCE = 5.0
-"""Seconds of waiting in a collective of other code before it counts. Which ranks have begun those
-is unknown; that a rank which has computed nothing for so long waits in vain is a guess."""
+"""The same in collectives of other code, of which nobody knows whether other ranks have begun them,
+and where a rank may only compute."""
 
 TOUCH = "access between steps to the weights of"
 GRADIENT = "access to a gradient"
@@ -58,9 +61,18 @@ def lost(answers: Mapping[int, str], error: BaseException, world_size: int) -> s
     return f"{cause}{places}."
 
 
+def patience_with(here: Whereabouts) -> float:
+    """Return the seconds after which a rank reports where it is."""
+    return PATIENCE if here.number and not here.is_blocked else FOREIGN_PATIENCE
+
+
 def wait_for_each_other(everyone: dict[int, Whereabouts]) -> bool:
     """Return whether each rank waits for a collective that another waiting rank has not begun."""
     ours = [here for here in everyone.values() if here.number]
+    foreign = [here for here in everyone.values() if here.place and not here.number]
+    if any(here.is_blocked for here in ours) and not all(here.is_of_all for here in foreign):
+        # Some ranks may exchange what the one that has gone on has no part in.
+        return False
     if ours and all(
         any(other.begun.get(here.channel, 0) < here.number for other in everyone.values())
         for here in ours

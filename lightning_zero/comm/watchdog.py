@@ -4,16 +4,16 @@ Three things end a run; in each case every rank raises the same text, the **verd
 
 1. **The ranks have diverged.** If one rank runs a unit that another skips, they wait in different
    collectives, and both would wait until the process group's timeout. So a thread on each rank
-   checks four times a second how long the rank has been waiting, and after :data:`PATIENCE`
-   seconds reports to the others where::
+   checks four times a second how long the rank has been waiting, and after two seconds reports to
+   the others where::
 
        rank 0 is at "the gradients of blocks.3", the 12th of that kind, and has begun these: {...}
 
    A deadlock is then not guessed but **proven**: all ranks are waiting at the same time, each for
    a collective that some other waiting rank has not begun. A rank that computes, loads data or
    writes a file may take as long as it likes. One that its device blocks, behind a message that
-   another rank never sends, looks like one that computes; so ranks that stand still for as long
-   also compare the order of what they have begun (:class:`~.collective_log.Course`).
+   another rank never sends, looks like one that computes. It is told by its **course**, the order
+   of what it has begun, or by its last message: if another rank has not begun that, and waits.
 2. **A rank has failed**: before an exception ends its run, it announces this to the others. An
    exception that the user catches ends nothing, and only ranks that are waiting are interrupted.
 3. **A connection has broken** without an announcement. The rank that notices, or the thread of a
@@ -41,22 +41,19 @@ from time import monotonic, sleep
 
 import torch.distributed as dist
 
-from lightning_zero.comm.collective_log import CollectiveLog, Milestone
+from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.observer import Observer
 from lightning_zero.comm.process_groups import is_of_connection
 from lightning_zero.comm.reports import Reports, Whereabouts
 from lightning_zero.comm.verdicts import (
-    FOREIGN_PATIENCE,
     diverged,
     lost,
+    patience_with,
     stays,
     wait_for_each_other,
 )
 
 log = logging.getLogger(__name__)
-
-PATIENCE = 2.0
-"""Seconds of waiting before a rank reports where it is."""
 
 TICK = 0.25
 """Seconds between looks."""
@@ -101,7 +98,7 @@ class Watchdog:
         self._mutex = threading.RLock()
         self._suspects: dict[int, Whereabouts] = {}
         self._has_reported = self._has_left = False
-        self._milestone, self._stands_since, self._compares_after = Milestone(), monotonic(), inf
+        self._reads_after = 0.0
         if reports is not None:
             collectives.explain = self.explain
             _watchdogs[id(self)] = self
@@ -205,7 +202,6 @@ class Watchdog:
         if self._reports is not None and not self._has_left and not self._reports.verdict:
             failed = self._failure()
             proven = self._verdict_on(dist.DistBackendError(failed)) if failed else proven
-            proven = proven or self._compare_courses(self._reports)
         if proven:
             log.error("%s", proven)
 
@@ -219,16 +215,20 @@ class Watchdog:
             self.forget()
             reports.board.put("left")
             return ""
-        if here is None or here.seconds < (PATIENCE if here.number else FOREIGN_PATIENCE):
+        if here is None or here.seconds < patience_with(here):
             if self._has_reported:
                 reports.put(None)
-                self._has_reported = False
-            self._suspects = {}
+            self._has_reported, self._suspects, self._reads_after = False, {}, 0.0
             return ""
         with contextlib.suppress(RuntimeError):
             reports.put(here)
         self._has_reported = True
-        everyone = reports.get()
+        if here.seconds < self._reads_after and not self._suspects:
+            return ""
+        if everyone := reports.get():
+            self._reads_after = 2 * here.seconds  # they are as many as there are ranks
+        if any(self._log.course.parts_from(other.course) for other in everyone.values()):
+            return reports.publish(diverged(everyone))
         if not wait_for_each_other(everyone):
             self._suspects = {}
         elif not self._suspects:
@@ -239,27 +239,9 @@ class Watchdog:
             self._suspects = {}
         return ""
 
-    def _compare_courses(self, reports: Reports) -> str:
-        """Return the verdict if it is this rank that has proven that its course parts from others'.
-
-        It stays proven, however old the others' milestones are: they only go on from there. Each
-        comparison reads all of them, so it is made ever more rarely.
-        """
-        course, now = self._log.course, monotonic()
-        if course.last != self._milestone:
-            self._milestone = course.last
-            self._stands_since, self._compares_after = now, PATIENCE
-        elif (seconds := now - self._stands_since) > self._compares_after:
-            self._compares_after = 2 * seconds
-            with contextlib.suppress(RuntimeError):
-                reports.pass_on(self._milestone)
-                if any(map(course.parts_from, reports.passed_on())):
-                    return reports.publish(diverged(reports.call_roll(self._observer.describe)))
-        return ""
-
     def _obey(self, here: Whereabouts | None, verdict: str) -> None:
         """Make this rank's waits raise, also those that only its device knows of."""
-        if here is not None and here.seconds > TICK:
+        if here is not None and not here.is_blocked and here.seconds > TICK:
             self._log.verdict = verdict
             self._give_up()
         elif self._read_at is None:

@@ -11,10 +11,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from pytest_mock import MockerFixture
 
-from lightning_zero.comm import Control, SyncPoint, watchdog
+from lightning_zero.comm import Control, SyncPoint, verdicts, watchdog
 from lightning_zero.comm import control as control_module
 from lightning_zero.comm.collective_log import Course
 from tests.oracle.ranks import Pools, RankError
@@ -91,36 +92,56 @@ def test_what_the_backend_of_a_device_reports_ends_the_run(mocker: MockerFixture
         log.begin("a gather")
 
 
-def _come_to_the_end(last: dict[int, str]) -> None:
+hasty = mock.patch.multiple(verdicts, PATIENCE=0.5, FOREIGN_PATIENCE=0.5)
+"""A function's decorator, as `impatient`, also where ranks may only compute."""
+
+
+@hasty
+@mock.patch.object(watchdog, "GRACE_SECONDS", 0.5)
+def _come_to_the_end(last: dict[int, str], foreign: str = "") -> None:
     """A device of each rank has begun messages; the host of rank 1 is slow, or waits for them."""
     control = Control()
-    control.channel.note_untagged("the weights of a")
+    control.log.begin_untagged("the weights of a", "gather")
     if control.rank in last:
-        control.channel.note_untagged(last[control.rank])
+        control.log.begin_untagged(last[control.rank], "gather")
     deadline = time.monotonic() + 4.0
     while control.rank == 1 and not control.log.verdict and time.monotonic() < deadline:
         time.sleep(0.05)
+    if foreign == "barrier" and not control.rank:
+        dist.barrier()
+    elif foreign == "message":
+        (dist.send if control.rank else dist.recv)(torch.zeros(1), 1 - control.rank)
+        if not control.rank:
+            control.log.begin_untagged(last[1], "gather")
     control.call(SyncPoint.END).wait()
 
 
-@impatient
-@mock.patch.object(watchdog, "GRACE_SECONDS", 0.5)
-def _part(last: dict[int, str]) -> None:
-    _come_to_the_end(last)
-
-
-@pytest.mark.parametrize("last", [{1: "the weights of b"}, {0: "b", 1: "c"}])
-def test_ranks_part_while_one_is_blocked_by_its_device(ranks: Pools, last: dict[int, str]) -> None:
+@pytest.mark.parametrize(
+    ("last", "foreign", "place"),
+    [
+        ({1: "b"}, "", "the end of a backward pass"),
+        ({0: "b", 1: "c"}, "", "the end of a backward pass"),
+        ({1: "b"}, "barrier", "torch.distributed.barrier"),
+    ],
+)
+def test_ranks_part_while_one_is_blocked_by_its_device(
+    ranks: Pools, last: dict[int, str], foreign: str, place: str
+) -> None:
     """It looks like a rank that computes, behind a message that the other never sends."""
     with pytest.raises(RankError) as error:
-        ranks(2).run(_part, last, timeout=30.0)
+        ranks(2).run(_come_to_the_end, last, foreign, timeout=30.0)
     text = str(error.value)
-    assert text.count("The ranks have diverged: rank 0 waits in step 0 for the end of a back") >= 2
+    told = text.count(f"The ranks have diverged: rank 0 waits in step 0 for {place} (called")
+    assert told >= (1 if foreign else 2)  # code of one's own shows the backend's error
     assert re.search(rf"rank 1 is in step 0 at \S*test_watchdog.py:\d+, after {last[1]}\. ", text)
 
 
-def test_a_rank_may_compute_for_as_long_as_it_likes(ranks: Pools) -> None:
-    ranks(2).run(_part, {0: "the weights of b", 1: "the weights of b"}, timeout=30.0)
+@pytest.mark.parametrize(("last", "foreign"), [({0: "b", 1: "b"}, ""), ({1: "b"}, "message")])
+def test_a_rank_may_compute_for_as_long_as_it_likes(
+    ranks: Pools, last: dict[int, str], foreign: str
+) -> None:
+    """Also while another waits for its message, which comes before what is the same on both."""
+    ranks(2).run(_come_to_the_end, last, foreign, timeout=30.0)
 
 
 def test_courses_part_where_one_has_met_what_another_has_not() -> None:

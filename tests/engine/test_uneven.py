@@ -229,7 +229,7 @@ def test_a_backward_that_one_rank_leaves_out_is_found_by_the_watch(ranks: Pools)
 
 def part_in_a_meeting() -> None:
     apart, together = Communicator(CPU, direct=False), Communicator(CPU)
-    apart.control.channel.note_untagged(f"the weights of blocks.{apart.control.rank}")
+    apart.control.log.begin_untagged(f"the weights of blocks.{apart.control.rank}", "gather")
     for comm in (apart, together):
         odd = SyncPoint.END if comm is together and comm.control.rank else SyncPoint.FORWARD
         with pytest.raises(RuntimeError, match="The ranks have diverged"):
