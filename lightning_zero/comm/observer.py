@@ -52,8 +52,8 @@ class Observer:
             return dataclasses.replace(here, is_of_all=is_of_all)
         if self._log.untagged is None:
             return None
-        where = (self._log.course.last, sum(dict(self._log.begun).values()))
-        here = self._since(where, self._log.untagged)
+        begun = (self._log.course.last, sum(dict(self._log.begun).values()))
+        here = self._since(begun, self._log.untagged)
         return dataclasses.replace(here, is_blocked=True)
 
     def _since(self, where: Any, collective: CollectiveId) -> Whereabouts:
