@@ -103,9 +103,9 @@ def row(python: str, torch: str, lightning: str, tests: list[str]) -> tuple[str,
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    versions = ["3.10", "3.11", "3.12", "3.13"]
+    versions = ["3.10", "3.11", "3.12", "3.13", "3.14"]
     parser.add_argument("--python", nargs="+", default=versions, help="or paths of interpreters")
-    parser.add_argument("--torch", nargs="+", default=["2.8", "2.14"], help="oldest, newest")
+    parser.add_argument("--torch", nargs="+", default=["2.8", "2.15"], help="oldest, newest")
     parser.add_argument("--lightning", nargs="+", default=["2.5", "2.6"])
     parser.add_argument("--tests", nargs="+", default=list(QUICK))
     parser.add_argument("--dry-run", action="store_true", help="only say what would be tried")
