@@ -94,7 +94,9 @@ class ShardedModel:
 
     def piece(self, parameter: Parameter) -> Piece | None:
         """Return this rank's piece of a parameter; ``None`` if the model does not hold it."""
-        place = self._places.get(id(parameter_behind(parameter)))
+        place = self._places.get(id(parameter))
+        if place is None:
+            place = self._places.get(id(parameter_behind(parameter)))
         return place[1].pieces[place[2]] if place else None
 
     @runs_outside
@@ -178,7 +180,7 @@ class ShardedModel:
 
         The root is needed first, and a device gathers one unit after the other.
         """
-        places = [self._places.get(id(parameter_behind(one))) for one in parameters]
+        places = [self._places.get(id(parameter)) for parameter in parameters]
         wanted = {place[0].index for place in places if place}
         return [unit for unit in (self.root, *self.units[:-1]) if unit.index in wanted]
 
@@ -198,7 +200,9 @@ class ShardedModel:
             RuntimeError: A parameter was changed without ``modify``, or ``modify`` was given within
                 another ``gathered`` of the same weights.
         """
-        wanted = self.units if parameters is None else self.units_of(parameters)
+        wanted = self.units
+        if parameters is not None:
+            wanted = self.units_of(map(parameter_behind, parameters))
         self.end_touches()
         try:
             with self.shown.gathered(wanted, modify=modify):

@@ -6,6 +6,7 @@ Counted are calls of functions, of Python and in C, which are the same on every 
 from __future__ import annotations
 
 import cProfile
+import gc
 import itertools
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,13 @@ def _calls(strategy: str, number: int, path: Path | None, max_steps: int) -> tup
     until, model = Until(), Many(number)
     trainer = make_trainer(strategy, max_steps=max_steps, max_epochs=-1, callbacks=[until])
     data = DataLoader(torch.ones(8), batch_size=1)
+    gc.collect()
+    gc.disable()  # what earlier runs left would be finalized within the count
     until.profile.enable()
-    trainer.fit(model, data, ckpt_path=path)
+    try:
+        trainer.fit(model, data, ckpt_path=path)
+    finally:
+        gc.enable()
     return trainer, sum(entry.callcount for entry in until.profile.getstats())
 
 
