@@ -211,7 +211,7 @@ class Watchdog:
         if reports.look(self._observer.describe):
             self._obey(here, reports.verdict)
             return ""
-        if reports.is_over and here is None:
+        if reports.is_over and (here is None or here.is_blocked):
             self.forget()
             reports.board.put("left")
             return ""

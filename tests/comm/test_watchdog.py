@@ -162,6 +162,18 @@ def test_courses_part_where_one_has_met_what_another_has_not() -> None:
     assert not course.parts_from(other.last), "too far back to know"
 
 
+def test_a_rank_that_computes_leaves_when_the_store_is_about_to_end(mocker: MockerFixture) -> None:
+    """Also one whose device may block it: the host of the store would wait for it in vain."""
+    reports: Any = mocker.Mock(verdict="", is_over=True)
+    reports.look.return_value = ""
+    log = Control(alone=True).log
+    log.begin_untagged("the weights of a", "gather")
+    watch = watchdog.Watchdog(log, reports)
+    watch.forget()
+    watch.look()
+    reports.board.put.assert_called_with("left")
+
+
 class _Owner:
     """What leaves when it is collected as garbage, such as Fabric's strategy."""
 
