@@ -13,6 +13,7 @@ of DDP are the oracle of all others.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator
-from lightning_zero.trainer import strategy as strategy_room
 from tests.oracle.models import Block, Blocks
 from tests.oracle.parity import distance_in_ulps
 
@@ -39,6 +39,12 @@ WAYS: dict[str, dict[str, bool]] = {
     "backend": {"direct": False},
 }
 """Arguments of `Communicator` for each of its wires."""
+TRANSPORTS = {
+    "windows": "SharedMemory",
+    "point to point": "PointToPoint",
+    "backend": "Collectives",
+}
+"""The class that each of them chooses where there are peers."""
 WIDTH = 6
 
 
@@ -113,17 +119,27 @@ def make_trainer(strategy: str | int | Strategy, **options: Any) -> Trainer:
 
 
 @contextmanager
-def wired(way: str) -> Iterator[None]:
-    """Strategies that are set up within take this way."""
+def wired(way: str) -> Iterator[list[str]]:
+    """Strategies that are set up within take this way; yields the transports that they took.
 
-    def made(*args: Any, **given: Any) -> Communicator:
-        return Communicator(*args, **{**given, **WAYS[way]})
+    Raises:
+        AssertionError: None was set up, or one took another transport.
+    """
+    taken: list[str] = []
+    original = Communicator.__init__
 
-    strategy_room.Communicator = made  # type: ignore[attr-defined]
+    @functools.wraps(original)
+    def init(self: Communicator, *args: Any, **given: Any) -> None:
+        original(self, *args, **{**given, **WAYS[way]})
+        taken.append(type(self.transport).__name__ if self.mesh.shard.size > 1 else "")
+
+    Communicator.__init__ = init  # type: ignore[method-assign]
     try:
-        yield
+        yield taken
     finally:
-        strategy_room.Communicator = Communicator  # type: ignore[attr-defined]
+        Communicator.__init__ = original  # type: ignore[method-assign]
+    assert taken, "no strategy was set up"
+    assert set(taken) <= {TRANSPORTS[way], ""}, f"asked for {way}, took {taken}"
 
 
 @dataclass
