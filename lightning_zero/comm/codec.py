@@ -1,9 +1,9 @@
-"""Quantization to few bits: blocks of small integers, each with a scale."""
+"""Quantization to 8 bits: blocks of small integers, each with a scale."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd, inf
+from math import inf
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_zero.plan import ALIGNMENT
 from lightning_zero.tensors import numel_at_a_time
 
+_HIGHEST = 127
 _LEAST = 1e-35
 """Least maximum from which a scale is made, so that it and its inverse are finite and normal."""
 
@@ -19,37 +20,24 @@ class Codec:
     """A quantizer of flat tensors, which allocates no more than a few chunks.
 
     Elements are divided by the **scale** of their block, which maps its largest to the largest
-    integer, and rounded. Blocks of ``gcd(numel, 64)`` elements never span two parameters, which are
-    aligned to 64. A non-finite element makes its whole block non-finite. The bytes of a part::
+    integer, and rounded. Blocks of 64 elements never span two parameters, which are aligned to 64.
+    A non-finite element makes its whole block non-finite. The bytes of a part::
 
-        | a scale for each block, fp32 | integers, two in a byte if they have 4 bits | . |
+        | a scale for each block, fp32 | integers |
 
     Args:
-        bits: Bits of an integer: 8 or 4.
-        numel: Elements of a part.
+        numel: Elements of a part, a multiple of 64.
 
     Attributes:
         numel: As given.
         nbytes: Bytes of an encoded part.
-
-    Raises:
-        ValueError: A byte would hold integers of two blocks.
     """
 
-    def __init__(self, bits: int, numel: int) -> None:
+    def __init__(self, numel: int) -> None:
         self.numel = numel
-        self._bits = bits
-        self._block = gcd(numel, ALIGNMENT)
-        if self._block * bits % 8:
-            raise ValueError(
-                f"Quantization to {bits} bits needs parts with an even number of elements, got"
-                f" {numel}. Use 8 bits or fewer copies."
-            )
-        self._num_blocks = numel // self._block
+        self._num_blocks = numel // ALIGNMENT
         self._scale_bytes = 4 * self._num_blocks
-        self._integer_bytes = numel * bits // 8
-        self.nbytes = self._scale_bytes + -(-self._integer_bytes // 4) * 4
-        self._highest = 2 ** (bits - 1) - 1
+        self.nbytes = self._scale_bytes + numel
 
     def encode(self, source: Tensor, codes: Tensor, noise: torch.Generator | None = None) -> None:
         """Encode ``source`` (``[parts * numel]``) to ``codes`` (``[parts * nbytes]``).
@@ -59,23 +47,20 @@ class Codec:
         for block, scale, integers in self._chunks(source, codes):
             block = block.float()
             largest = torch.linalg.vector_norm(block, inf, dim=-1)
-            scale.copy_(largest.clamp_min_(_LEAST).div_(self._highest))
+            scale.copy_(largest.clamp_min_(_LEAST).div_(_HIGHEST))
             values = block / scale.unsqueeze(-1)
             if noise is None:
                 values.round_()
             else:
                 by = torch.rand(values.shape, generator=noise, device=values.device)
                 values.add_(by).floor_()
-            values.clamp_(-self._highest, self._highest)
-            if self._bits == 4:
-                low, high = values.chunk(2, dim=-1)
-                values = low.add(high, alpha=16).add_(8 + 16 * 8)
+            values.clamp_(-_HIGHEST, _HIGHEST)
             integers.copy_(values)
 
     def decode(self, codes: Tensor, out: Tensor) -> None:
         """Decode ``codes`` (``[parts * nbytes]``) to ``out`` (``[parts * numel]``)."""
         for block, scale, integers in self._chunks(out, codes):
-            torch.mul(self._unpacked(integers), scale.unsqueeze(-1), out=block)
+            torch.mul(integers.float(), scale.unsqueeze(-1), out=block)
 
     def add_up(self, codes: Tensor, out: Tensor) -> None:
         """Write the sum of all parts to ``out`` (``[numel]``), added in fp32 in their order."""
@@ -84,30 +69,21 @@ class Codec:
         whole = out.expand(codes.numel() // self.nbytes, -1)
         for blocks, scale, integers in self._chunks(whole, codes):
             total = torch.zeros(blocks.shape[1:], device=out.device)
-            for part, part_scale in zip(self._unpacked(integers), scale, strict=True):
+            for part, part_scale in zip(integers.float(), scale, strict=True):
                 total.addcmul_(part, part_scale.unsqueeze(-1))
             blocks[0].copy_(total)
-
-    def _unpacked(self, integers: Tensor) -> Tensor:
-        if self._bits == 8:
-            return integers.float()
-        halves = [integers.bitwise_and(15), integers.bitwise_right_shift(4)]
-        return torch.cat(halves, dim=-1).float().sub_(8)
 
     def _chunks(self, values: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield chunks of blocks of all parts, with scales and integers; one without data."""
         if not self.numel:
             return
         parts = codes.numel() // self.nbytes
-        blocks = values.view(parts, self._num_blocks, self._block)
+        blocks = values.view(parts, self._num_blocks, ALIGNMENT)
         rows = codes.view(parts, self.nbytes)
-        scales, integers, _ = rows.tensor_split(
-            [self._scale_bytes, self._scale_bytes + self._integer_bytes], dim=1
-        )
-        scales = scales.view(torch.float32)
-        integers = integers.view(torch.int8 if self._bits == 8 else torch.uint8)
-        integers = integers.view(parts, self._num_blocks, self._block * self._bits // 8)
-        step = max(1, numel_at_a_time(codes.device) // (parts * self._block))
+        scales = rows[:, : self._scale_bytes].view(torch.float32)
+        integers = rows[:, self._scale_bytes :].view(torch.int8)
+        integers = integers.view(parts, self._num_blocks, ALIGNMENT)
+        step = max(1, numel_at_a_time(codes.device) // (parts * ALIGNMENT))
         for start in range(0, self._num_blocks, self._num_blocks if codes.is_meta else step):
             chunk = slice(start, start + step)
             yield blocks[:, chunk], scales[:, chunk], integers[:, chunk]

@@ -1,4 +1,4 @@
-"""Transport of weights and gradients quantized to a few bits per element.
+"""Transport of weights and gradients quantized to 8 bits per element.
 
 A gather sends each rank's quantized shard, and every rank decodes all of them, including its own,
 so that all get the same bits. A reduction is an all-to-all of quantized gradients, which each rank
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_zero.comm.codec import Codec
 from lightning_zero.comm.transport import ReduceBuffer, Shards, Then, Transport, reduce_and_gather
+from lightning_zero.plan import ALIGNMENT
 from lightning_zero.tensors import Work
 
 
@@ -33,7 +34,6 @@ class Coded:
 
     Args:
         transport: Carries the codes.
-        bits: As in :class:`Codec`.
         cargo: What is sent.
         ranks: The transport's ranks as this rank's noise knows them: equal on ranks that have parts
             of one model, whose parameters that are not cut stay alike.
@@ -42,17 +42,15 @@ class Coded:
         size: Ranks along the axis.
     """
 
-    def __init__(
-        self, transport: Transport, bits: int, cargo: Cargo, ranks: tuple[int, ...]
-    ) -> None:
+    def __init__(self, transport: Transport, cargo: Cargo, ranks: tuple[int, ...]) -> None:
         self.size = transport.size
         self._transport = transport
-        self._bits, self._cargo, self._ranks = bits, cargo, ranks
+        self._cargo, self._ranks = cargo, ranks
         self._num_coded = 0
 
     def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
         """Gather like :meth:`Transport.gather`, in code."""
-        codec = Codec(self._bits, source.own.numel())
+        codec = Codec(source.own.numel())
         codes = self._buffer(self.size * codec.nbytes)
         own = codes.view(self.size, codec.nbytes)[self._transport.rank]
         with self._transport.coding():
@@ -66,7 +64,7 @@ class Coded:
 
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
         """Reduce like :meth:`Transport.reduce`, in code; ``source`` has been read on return."""
-        codec = Codec(self._bits, out.numel())
+        codec = Codec(out.numel())
         sent = self._buffer(self.size * codec.nbytes)
         with self._transport.coding(out):
             codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
@@ -75,8 +73,19 @@ class Coded:
         return Then(work, lambda: self._decode(codec.add_up, received, out), sent)
 
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
-        """Add up like :meth:`Transport.all_reduce`, in code both ways."""
-        return reduce_and_gather(self, tensor, unit=unit, tag=tag)
+        """Add up like :meth:`Transport.all_reduce`, in code both ways.
+
+        Ranks take part in whole blocks: a tensor of another size is padded with zeros.
+        """
+        numel, multiple = tensor.numel(), self.size * ALIGNMENT
+        padded = -(-numel // multiple) * multiple
+        if padded == numel:
+            return reduce_and_gather(self, tensor, unit=unit, tag=tag)
+        whole = self._transport.passing_buffer(padded, tensor.dtype, self._cargo.value)
+        whole[:numel].copy_(tensor)
+        whole[numel:].zero_()
+        work = reduce_and_gather(self, whole, unit=unit, tag=tag)
+        return Then(work, lambda: tensor.copy_(whole[:numel]))
 
     def _decode(self, decode: Callable[..., None], codes: Tensor, out: Tensor) -> None:
         with self._transport.coding():

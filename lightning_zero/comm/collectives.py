@@ -37,7 +37,6 @@ class Collectives(Transport):
         control: As for every transport.
         axis: As for every transport.
         device: As for every transport.
-        reduces: Whether gradients travel along the axis; without, there is no group for them.
 
     Raises:
         ValueError: The backend has no all-gather or reduce-scatter for the device.
@@ -45,23 +44,19 @@ class Collectives(Transport):
 
     has_tags: ClassVar[bool] = False
 
-    def __init__(
-        self, control: Control, axis: Axis, device: torch.device, *, reduces: bool = True
-    ) -> None:
+    def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
         super().__init__(control, axis, device)
         self._gather_group = group_for("weights", along=axis.groups, is_urgent=True)
-        if reduces:
-            self._reduce_group = group_for("gradients", along=axis.groups, is_urgent=True)
-        self._try(reduces=reduces)
+        self._reduce_group = group_for("gradients", along=axis.groups, is_urgent=True)
+        self._try()
 
-    def _try(self, *, reduces: bool) -> None:
+    def _try(self) -> None:
         """Send a few numbers each way, which also connects the ranks before the first step."""
         whole = torch.zeros(self.size, device=self.device)
         part = whole[self.rank : self.rank + 1].clone()
         try:
             _all_gather(whole, part, group=self._gather_group)
-            if reduces:
-                _reduce_scatter(part, whole, group=self._reduce_group)
+            _reduce_scatter(part, whole, group=self._reduce_group)
         except (RuntimeError, NotImplementedError) as error:
             raise ValueError(
                 f"The process group's backend {dist.get_backend()!r} could not all-gather and"

@@ -37,8 +37,6 @@ class Communicator:
         reads_peers: ``False`` reads no other rank's memory, even where this host allows it.
         num_shards: Ranks over which buffers are sharded; all by default. The same on every rank.
         tensor_size: Ranks over which tensor parallelism cuts parameters.
-        num_backward_shards: Ranks over which weights are sharded for a backward pass, if fewer. No
-            rank reads another's memory then: gathering these needs all of their ranks anyway.
 
     Attributes:
         device: As given.
@@ -64,7 +62,6 @@ class Communicator:
         direct: bool | None = None,
         reads_peers: bool | None = None,
         num_shards: int | None = None,
-        num_backward_shards: int | None = None,
         tensor_size: int = 1,
     ) -> None:
         self.device = device
@@ -79,30 +76,26 @@ class Communicator:
                 )
         require_abilities(device)
         self.control = Control()
-        sizes = num_shards, num_backward_shards, tensor_size
+        sizes = num_shards, tensor_size
         for asked in map(set, zip(*self.control.gather_objects(sizes), strict=True)):
             if len(asked) > 1:
                 raise ValueError(f"Expected the same number of shards on all ranks, got {asked}.")
         self.mesh = Mesh.of(self.control.rank, self.control.world_size, *sizes)
-        may_share = reads_peers is not False and device.type == "cpu" and self.mesh.backward is None
+        may_share = reads_peers is not False and device.type == "cpu"
         choose = partial(self._choose, is_direct=is_direct, may_share=may_share)
         self.transport = choose(self.mesh.shard)
         self.transports: dict[str, Transport] = {"shard": self.transport}
         if self.mesh.replicate.size > 1:
             self.transports["replicate"] = choose(self.mesh.replicate)
-        if self.mesh.backward is not None:
-            self.transports["backward"] = choose(self.mesh.backward, reduces=False)
         if self.transport.reads_peers and self.mesh.shard.size == self.control.world_size:
             self.control.channel.memory = SyncWindows.among(self.control)
 
-    def _choose(
-        self, axis: Axis, *, is_direct: bool, may_share: bool, reduces: bool = True
-    ) -> Transport:
+    def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
         """Return the fastest transport for an axis (see ``examples/benchmarks/wires.py``)."""
         if not is_direct and axis.size > 1:
             # NCCL reduce-scatters and gathers over the device's own links, sends no more than it
             # must, and has no tags that could tell messages of two units apart.
-            return Collectives(self.control, axis, self.device, reduces=reduces)
+            return Collectives(self.control, axis, self.device)
         if may_share and axis.size > 1 and SharedMemory.can_see_peers(self.control, axis):
             # No data is sent, and a gather needs no peer to take part.
             return SharedMemory(self.control, axis, self.device)
@@ -112,7 +105,7 @@ class Communicator:
         return PointToPoint(self.control, axis, self.device)
 
     def coded(self, transport: Transport, bits: int | None, cargo: Cargo) -> Transport | Coded:
-        """Return ``transport``, or one that sends ``cargo`` quantized to ``bits`` by it.
+        """Return ``transport``, or one that sends ``cargo`` by it in 8 ``bits``.
 
         Raises:
             ValueError: Ranks read each other's memory, but ``bits`` are given.
@@ -124,7 +117,7 @@ class Communicator:
                 "Quantized weights and gradients are sent as messages, but ranks on this host read"
                 " each other's memory. Use Communicator(reads_peers=False), as the strategy does."
             )
-        return Coded(transport, bits, cargo, self.mesh.data_numbers(transport.axis))
+        return Coded(transport, cargo, self.mesh.data_numbers(transport.axis))
 
     @property
     def traffic(self) -> Traffic:

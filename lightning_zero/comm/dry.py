@@ -40,7 +40,6 @@ class DryCommunicator(Communicator):
         world_size: Number of ranks.
         transport: Allocates what weights and gradients travel through within a copy.
         num_shards: As for every communicator.
-        num_backward_shards: As for every communicator.
         on_message: Called with the axis, the verb (``trade`` for quantized gradients) and the bytes
             of each message that begins; its result is called when the message is waited for.
 
@@ -56,18 +55,15 @@ class DryCommunicator(Communicator):
         world_size: int,
         transport: DryTransport,
         num_shards: int | None = None,
-        num_backward_shards: int | None = None,
         on_message: OnMessage | None = None,
     ) -> None:
         self.device = transport.device
         self.control = transport.control
-        self.mesh = mesh = Mesh.of(rank, world_size, num_shards, num_backward_shards)
+        self.mesh = mesh = Mesh.of(rank, world_size, num_shards)
         self.transport = transport.along(mesh.shard)
         self.dry = {"shard": self.transport}
         if mesh.replicate.size > 1:
             self.dry["replicate"] = transport.along(mesh.replicate, gathers_weights=False)
-        if mesh.backward is not None:
-            self.dry["backward"] = transport.along(mesh.backward)
         if on_message is not None:
             for name, one in self.dry.items():
                 one.on_message = functools.partial(on_message, name)

@@ -6,11 +6,6 @@ such as those of one host, hold the shards of one copy. Six ranks in two copies:
     shard      0 1 2 | 3 4 5
     replicate  0 3 | 1 4 | 2 5
 
-For backward passes, weights may be sharded over fewer ranks of one copy. Four ranks in one copy::
-
-    shard      0 1 2 3
-    backward   0 1 | 2 3
-
 With tensor parallelism, consecutive ranks have parts of the same parameters, and each part is
 sharded over the others. Four ranks, two parts::
 
@@ -59,7 +54,6 @@ class Mesh:
         shard: The axis over which buffers are sharded.
         replicate: The axis along which shards are replicated.
         data: The axis over which gradients are averaged: all ranks, or the data-parallel ones.
-        backward: The axis over which weights are sharded for a backward pass, if it is another.
         tensor: The axis over which tensor parallelism cuts parameters, if it does.
         model: The axis of all ranks that have parts of one copy of the model.
     """
@@ -68,7 +62,6 @@ class Mesh:
     replicate: Axis
     data: Axis
     model: Axis
-    backward: Axis | None = None
     tensor: Axis | None = None
 
     @property
@@ -87,26 +80,23 @@ class Mesh:
         rank: int,
         world_size: int,
         num_shards: int | None = None,
-        num_backward_shards: int | None = None,
         tensor_size: int = 1,
     ) -> Mesh:
         """Return the mesh with copies of ``num_shards`` data-parallel ranks; by default, of all.
 
         Raises:
-            ValueError: The tensor-parallel ranks do not divide the ranks, the shards the
-                data-parallel ranks, or the backward shards the shards.
+            ValueError: The tensor-parallel ranks do not divide the ranks, or the shards the
+                data-parallel ranks.
         """
         data_size = world_size // tensor_size
         num_shards = num_shards or data_size
-        num_backward = num_backward_shards or num_shards
-        for what, number, whole, of in (
-            ("tensor-parallel ranks", tensor_size, world_size, ""),
-            ("shards", num_shards, data_size, ""),
-            ("backward shards", num_backward, num_shards, " of a copy"),
+        for what, number, whole in (
+            ("tensor-parallel ranks", tensor_size, world_size),
+            ("shards", num_shards, data_size),
         ):
             if whole % number:
                 raise ValueError(
-                    f"Expected a number of {what} that divides the {whole} ranks{of}, got {number}."
+                    f"Expected a number of {what} that divides the {whole} ranks, got {number}."
                 )
         ranks, data = range(world_size), range(data_size)
 
@@ -119,7 +109,6 @@ class Mesh:
             ]
             return Axis.of(by_part, rank)
 
-        parts = [data[first : first + num_backward] for first in data[::num_backward]]
         copies = [data[first : first + num_shards] for first in data[::num_shards]]
         models = [[one for one in ranks if one // tensor_size in copy] for copy in copies]
         of_tensor = [ranks[first : first + tensor_size] for first in ranks[::tensor_size]]
@@ -128,6 +117,5 @@ class Mesh:
             replicate=axis(data[first::num_shards] for first in data[:num_shards]),
             data=axis([data]),
             model=Axis.of(models, rank),
-            backward=axis(parts) if num_backward < num_shards else None,
             tensor=Axis.of(of_tensor, rank) if tensor_size > 1 else None,
         )

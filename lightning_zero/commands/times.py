@@ -118,10 +118,9 @@ def _varied(cluster: Cluster, stages: Sequence[int]) -> Iterator[tuple[int, dict
             raise ValueError(f"--cluster predicts stages 1, 2 and 3, got {stage}.")
         if "gather_bits" in bits and stage < 3:
             continue
-        groups = ["shard", "backward_shard"] if stage == 3 else ["shard"]
         yield stage, bits
-        for group in groups if cluster.num_nodes > 1 else ():
-            yield stage, {group: cluster.ranks_per_node, **bits}
+        if cluster.num_nodes > 1:
+            yield stage, {"shard": cluster.ranks_per_node, **bits}
 
 
 def times_table(found: Sequence[Choice], cluster: Cluster) -> str:

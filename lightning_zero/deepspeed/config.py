@@ -234,8 +234,6 @@ _ACTIONS: dict[str, Action] = {
     "zero_optimization.stage": Config._take_stage,
     "zero_optimization.stage3_prefetch_bucket_size": Config._take_prefetch,
     "zero_optimization.mics_shard_size": _sets("shard"),
-    # DeepSpeed takes a group of one rank to be none.
-    "zero_optimization.zero_hpz_partition_size": _sets("backward_shard", above=1),
     "zero_optimization.zero_quantized_weights": _sets("gather_bits", to=8),
     "zero_optimization.zero_quantized_gradients": _sets("reduce_bits", to=8),
     "zero_optimization.offload_optimizer.device": _sets_medium(

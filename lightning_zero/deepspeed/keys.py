@@ -143,7 +143,9 @@ _ZERO_OPTIMIZATION = {
     "cpu_offload_param": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
     "cpu_offload_use_pin_memory": _refused(Kind.SWITCH, _OFFLOAD_SWITCH),
     "zenflow": _refused(Kind.BLOCK, _ZENFLOW),
-    "zero_hpz_partition_size": _acts(Kind.NUMBER, "`backward_shard`; 1 means none"),
+    "zero_hpz_partition_size": _replaced(
+        Kind.NUMBER, "`mics_shard_size` (hybrid sharding) gathers within a node"
+    ),
     "zero_quantized_weights": _acts(Kind.SWITCH, "`gather_bits=8`"),
     "zero_quantized_nontrainable_weights": _refused(Kind.SWITCH, _NO_QUANTIZED),
     "zero_quantized_gradients": _acts(Kind.SWITCH, "`reduce_bits=8`"),

@@ -203,7 +203,6 @@ class Forward:
         if stays or self._prefetcher.schedule.comes_next(unit.index):
             unit.weights.idle()
         else:
-            # Ranks that only help in a join run no forward and keep no part, so none may.
-            unit.weights.reshard(until_backward=wants_grad and not self._join.is_open)
+            unit.weights.reshard()
         if self._step.leave():
             self._end(output)

@@ -39,9 +39,6 @@ class Join:
             if self.must_ask:
                 for unit in self._units:
                     unit.weights.wait_if_in_flight()
-                    # Ranks may end their steps within, and drop kept parts, so none may use them.
-                    for flat in unit.flat_parameters:
-                        flat.store.forget()
             self.asks = self.must_ask
             yield
             if self.must_ask:

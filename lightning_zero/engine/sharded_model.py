@@ -261,8 +261,6 @@ class ShardedModel:
         """The stage and the ranks."""
         mesh, stage = self.comm.mesh, self.settings.stage
         copies = f", in {mesh.replicate.size} copies" if mesh.replicate.size > 1 else ""
-        if mesh.backward is not None:
-            copies = f", over {mesh.backward.size} for backward"
         if mesh.tensor is not None:
             copies = f", each part of {mesh.tensor.size}"
         ranks = f"{mesh.shard.size} ranks" if mesh.shard.size > 1 else "1 rank"

@@ -84,8 +84,6 @@ class Step:
             for unit in units
             if unit.weights.are_copies and not unit.weights.gives_back
         ]
-        stores = [flat.store for unit in units for flat in unit.flat_parameters]
-        self._keepers = [store for store in stores if store.keeps_weights]
         self._reset = reset
 
     @property
@@ -144,8 +142,6 @@ class Step:
             if unit.weights.residency is not Residency.RELEASED:
                 unit.weights.is_pinned = False
                 unit.weights.reshard()
-        for store in self._keepers:
-            store.forget()
         if not self.is_inside:
             # Code between steps must see the masters.
             for weights in self._copies:

@@ -169,20 +169,14 @@ class Weights:
                 self.is_pinned = True
                 return
 
-    def reshard(self, *, until_backward: bool = False) -> None:
-        """Release whole weights, if their home is sharded and nothing pins them.
-
-        ``until_backward`` if they are needed again in this step, for which a part may be kept.
-        """
+    def reshard(self) -> None:
+        """Release whole weights, if their home is sharded and nothing pins them."""
         if self.residency is Residency.RELEASED or self.is_pinned or not self.gives_back:
             return
         if self.shows is Shows.MASTERS:
             return
         self.wait_if_in_flight()
         self.keep_edits()
-        for flat in self._flats if until_backward else ():
-            if flat.store.keeps_weights:
-                flat.store.keep(flat.weight.tensor)
         self._release()
 
     @span("reshard")

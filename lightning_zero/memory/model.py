@@ -30,7 +30,7 @@ from lightning_zero.plan import (
 from lightning_zero.tensors import tensors_in
 
 _META = torch.device("meta")
-OF_STAGE_3 = ("reshard_after_forward", "backward_shard")
+OF_STAGE_3 = ("reshard_after_forward",)
 """Settings that apply to stage 3 only."""
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 
@@ -191,7 +191,7 @@ class ModelPlan:
         self._require_support(asked, on_host=on_host)
         chosen = replace(asked, offload=None)  # what rests is that of the terms
         division = chosen.division(world_size, ranks_on_node)
-        num_shards, num_backward = division["num_shards"], division["num_backward_shards"]
+        num_shards = division["num_shards"]
         place = rank % num_shards
         specs = specify_units(self.module, chosen)
         on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
@@ -206,7 +206,7 @@ class ModelPlan:
         is_local = not next(plans).reduces_every_microbatch
         if not self.has_units:
             return without_units(terms, is_kept=is_local and num_microbatches > 1)
-        reads_peers = shares_memory and num_shards > 1 and num_backward in (None, num_shards)
+        reads_peers = shares_memory and num_shards > 1
         transport = dry_transport(self.device, reads_peers=reads_peers)
         stages_states = offload is not None and offload.optimizer == "nvme"
         on_message = None if timeline is None else timeline.begin
@@ -214,7 +214,7 @@ class ModelPlan:
             self.events(is_cast=True),
             meta_copy(self.module),
             chosen if on_host else replace(asked, offload=offload and offload.to_host),
-            DryCommunicator(rank, world_size, transport, num_shards, num_backward, on_message),
+            DryCommunicator(rank, world_size, transport, num_shards, on_message),
             terms,
             buffers=self._buffers,
             staged=self._states.staged([unit.pieces for unit in terms]) if stages_states else 0,

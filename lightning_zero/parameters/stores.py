@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -47,9 +46,7 @@ class Store:
        plan says so; :attr:`gather_masters` for whole masters, without loss.
     3. :meth:`reduced` for the result of a reduction, then :meth:`accumulate` it, which may call
        :meth:`sum_over_copies`.
-    4. Where :attr:`keeps_weights`, :meth:`keep` when whole weights are released until a backward
-       pass, :meth:`forget` when the step ends.
-    5. :meth:`retire` at the end.
+    4. :meth:`retire` at the end.
 
     Args:
         scratch: The folder for what rests in files.
@@ -66,8 +63,6 @@ class Store:
     """
 
     is_stream = False
-    keeps_weights: ClassVar[bool] = False
-    """Whether a part of whole weights is kept between forward and backward."""
 
     def __init__(
         self,
@@ -135,10 +130,9 @@ class Store:
 
     def as_weights(self, masters: Tensor) -> Tensor:
         """Return what whole weights show, before a cast, of ``masters``: one or more shards."""
-        bits = self.plan.gather_bits
-        if bits is None:
+        if self.plan.gather_bits is None:
             return masters
-        codec = Codec(bits, self.layout.shard_numel)
+        codec = Codec(self.layout.shard_numel)
         num_shards = masters.numel() // max(1, self.layout.shard_numel)
         with lasting_tensors():
             codes = torch.empty(num_shards * codec.nbytes, dtype=torch.uint8, device=masters.device)
@@ -199,12 +193,6 @@ class Store:
         """Start to sum a shard on the device over the copies, in place."""
         copies = self._copies
         return Arrived() if copies is None else copies.all_reduce(total, unit=unit, tag=tag)
-
-    def keep(self, whole: Tensor) -> None:
-        """Keep a part of ``whole`` weights for this step's later gathers, if the store does so."""
-
-    def forget(self) -> None:
-        """Drop the part of whole weights that was kept."""
 
     def retire(self) -> None:
         """Keep nothing but this rank's masters, in memory of their own."""
@@ -317,53 +305,6 @@ def _read(master: Tensor, out: Tensor) -> None:
     out.copy_(master)
 
 
-class SecondShards(Store):
-    """A store that keeps a part of the whole weights after a forward, for the gathers that follow.
-
-    Together the ranks of a group (the mesh's ``backward`` axis) keep the whole, in the weights' own
-    dtype, so that a gather in the group restores every bit. The parts date from the last gather
-    from all ranks, and are used only if no rank can have changed the masters since: changes take
-    write access, which all ranks take together, so all choose the same gather. A backward pass
-    thus sees edits, optimizer steps and loads that happen within its step.
-    """
-
-    keeps_weights: ClassVar[bool] = True
-
-    @override
-    def _rest(self, masters: Shards) -> None:
-        super()._rest(masters)
-        self._second: Tensor | None = None
-        # The communicator's `num_changes` when the weights were last gathered from all ranks.
-        self._as_of = -1
-        self._gather_from_all: Callable[..., Work] = self.gather_weights
-        self.gather_weights = self._gather_from_few
-
-    def _gather_from_few(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        if self._second is not None and self._is_current:
-            group = self.comm.transports["backward"]
-            return group.gather(out, Shards(self._second), unit=unit, tag=tag)
-        self._second = None
-        self._as_of = self.comm.num_changes
-        return self._gather_from_all(out, unit=unit, tag=tag)
-
-    @property
-    def _is_current(self) -> bool:
-        return self._as_of == self.comm.num_changes
-
-    @override
-    def keep(self, whole: Tensor) -> None:
-        axis = self.comm.mesh.backward
-        assert axis is not None
-        if self._second is None and self._is_current:
-            part = whole.view(axis.size, -1)[axis.rank]
-            buffer = self.comm.transport.passing_buffer(part.numel(), part.dtype, "gathered")
-            self._second = buffer.copy_(part)
-
-    @override
-    def forget(self) -> None:
-        self._second = None
-
-
 def store_for(
     layout: Layout,
     plan: Plan,
@@ -371,15 +312,13 @@ def store_for(
     scratch: Scratch | None = None,
     memory: Iterator[Shards] | None = None,
 ) -> Store:
-    """Return the store that a plan and the division of the ranks call for.
+    """Return the store that a plan calls for.
 
-    ``Settings`` rules out second shards with offload to a device's host. Without such an offload,
-    ``memory`` yields the memory for the masters next, if given.
+    Without offload to a device's host, ``memory`` yields the memory for the masters next, if given.
     """
     if plan.rests_on_host:
         return HostStore(layout, plan, comm, scratch)
-    has_second = plan.gives_weights_back and comm.mesh.backward is not None
-    return (SecondShards if has_second else Store)(layout, plan, comm, scratch, memory)
+    return Store(layout, plan, comm, scratch, memory)
 
 
 def memory_for_masters(

@@ -1,4 +1,4 @@
-"""Arguments of other strategies, which a project that changes strategies may still pass."""
+"""Arguments of other strategies and of earlier versions, which a project may still pass."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ CURES = {
     "cpu_offload": "use offload_optimizer='cpu' and offload_weights='cpu'",
     "mixed_precision": "use Trainer(precision='bf16-mixed')",
     "state_dict_type": "use checkpoint='file' or checkpoint='dcp'",
+    "backward_shard": "use shard='node' (hybrid sharding), which gathers within a node",
     "use_orig_params": "remove it: parameters keep their shapes",
 }
-"""What to do instead, for arguments of ``DDPStrategy`` and ``FSDPStrategy``."""
+"""What to do instead of each argument."""
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def refuse(names: Iterable[str]) -> None:
-    """Raise a ``TypeError`` that says what to do if one of the arguments is another strategy's."""
+    """Raise a ``TypeError`` that says what to do if one of the arguments is none of ours."""
     for name in names:
         if name in CURES:
             raise TypeError(f"ZeROStrategy has no argument {name!r}: {CURES[name]}.")

@@ -74,7 +74,6 @@ class Settings:
     broadcast_buffers: bool = True
     broadcast_in_calls: bool = True
     shard: int | str = "all"
-    backward_shard: int | str | None = None
     tensor_parallel_size: int | str = 1
     gather_bits: int | None = None
     reduce_bits: int | None = None
@@ -142,8 +141,7 @@ class Settings:
                 f" got {self.cast_weights!r}."
             )
         self._check_bits()
-        sizes = ("shard", "all"), ("backward_shard", None), ("tensor_parallel_size", 1)
-        for name, word in sizes:
+        for name, word in ("shard", "all"), ("tensor_parallel_size", 1):
             value = getattr(self, name)
             is_number = isinstance(value, int) and not isinstance(value, bool)
             if value not in (word, "node") and not (is_number and value > 0):
@@ -168,8 +166,6 @@ class Settings:
             )
         if self.offload is not None:
             self._check_offload(self.offload)
-        if self.backward_shard is not None:
-            self._check_backward_shard(f"backward_shard={self.backward_shard!r}")
 
     def _check_run(self) -> None:
         if self.launcher not in START_METHODS:
@@ -194,31 +190,11 @@ class Settings:
                 " defeats offload. Remove one of them."
             )
 
-    def _check_backward_shard(self, what: str) -> None:
-        if self.stage < 3 or not self.reshard_after_forward:
-            other = "reshard_after_forward=False" if self.stage == 3 else f"stage={self.stage}"
-            raise ValueError(
-                f"{other} keeps whole weights from forward to backward, so {what} has no effect."
-                " Remove it."
-            )
-        if self.shard != "all":
-            raise ValueError(
-                f"shard={self.shard!r} already gathers weights within a copy, which {what} would"
-                " do in backward only. Remove one of them."
-            )
-        if self.offload is not None and self.offload.weights:
-            raise ValueError(
-                f"{what} keeps a second copy of the weights on the device, while"
-                f" offload_weights={self.offload.weights!r} moves the first off it. Remove one of"
-                " them."
-            )
-
     def _check_bits(self) -> None:
-        for name, known in (("gather_bits", (8,)), ("reduce_bits", (4, 8))):
+        for name in ("gather_bits", "reduce_bits"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or value not in known):
-                numbers = " or ".join(map(str, known))
-                raise ValueError(f"Expected {name}={numbers}, or None for all bits, got {value!r}.")
+            if value not in (8, None):
+                raise ValueError(f"Expected {name}=8, or None for all bits, got {value!r}.")
         if self.reduce_bits is not None and self.reduce_dtype is not None:
             raise ValueError(
                 f"reduce_dtype={self.reduce_dtype} contradicts reduce_bits={self.reduce_bits},"
@@ -247,8 +223,6 @@ class Settings:
             "reads_peers": False if is_coded else None,
             "tensor_size": tensor_size,
             "num_shards": self.num_shards(world_size, ranks_on_node),
-            "num_backward_shards": self.backward_shard
-            and self._group("backward_shard", world_size, ranks_on_node),
         }
 
     def num_shards(self, world_size: int, ranks_on_node: int | None = None) -> int:

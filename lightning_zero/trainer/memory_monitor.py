@@ -145,7 +145,6 @@ class MemoryMonitor(Callback):
         settings: dict[str, Any] = {
             "num_microbatches": trainer.accumulate_grad_batches,
             "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
-            "backward_shard": None if mesh.backward is None else mesh.backward.size,
             "shares_memory": engine.comm.transport.reads_peers,
         }
         for given, what in ((batch, "activations"), (None, "memory")):

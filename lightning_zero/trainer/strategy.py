@@ -85,14 +85,11 @@ class ZeROStrategy(SavingStrategy):
         shard: Ranks that share one copy of states, gradients and weights: ``"all"``, ``"node"`` for
             the ranks of each node, or a number of consecutive ranks. Gradients are reduced within
             each copy, then between the copies (Zhang et al., *MiCS*, 2022).
-        backward_shard: Keep a second copy of the weights from forward to backward, sharded over the
-            ranks of each ``"node"`` or over a number of consecutive ranks, and gather from it in
-            backward (hpZ of *ZeRO++*, 2023). Stage 3 only.
         tensor_parallel_size: Ranks over which ``configure_model`` cuts the model by torch's
             ``parallelize_module`` and ``self.device_mesh["tensor_parallel"]``: a number of
             consecutive ranks, or ``"node"``. Everything is sharded over the data-parallel ranks.
         gather_bits: Send weights in ``8`` bits (qwZ of *ZeRO++*); masters keep full precision.
-        reduce_bits: Send gradients in ``8`` or ``4`` bits (qgZ): stochastic rounding, fp32 sums.
+        reduce_bits: Send gradients in ``8`` bits (qgZ): stochastic rounding, fp32 sums.
         stochastic_rounding: Under ``bf16-true``, step bf16 weights and states in fp32, one unit at
             a time, and round the results stochastically, so that small updates are not lost.
         offload_optimizer: Keep masters and optimizer states in the memory of the accelerator's host
@@ -139,10 +136,9 @@ class ZeROStrategy(SavingStrategy):
         activation_offload: bool = False,
         broadcast_buffers: bool = True,
         shard: int | Literal["all", "node"] = "all",
-        backward_shard: int | Literal["node"] | None = None,
         tensor_parallel_size: int | Literal["node"] = 1,
         gather_bits: Literal[8] | None = None,
-        reduce_bits: Literal[4, 8] | None = None,
+        reduce_bits: Literal[8] | None = None,
         stochastic_rounding: bool = False,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_weights: Literal["cpu", "nvme"] | None = None,

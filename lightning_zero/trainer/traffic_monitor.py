@@ -20,8 +20,7 @@ class TrafficMonitor(Callback):
     The logged values are ``traffic/gather_bytes`` (weights), ``traffic/reduce_bytes`` (gradients)
     and the same for elements and collectives. They hold for every rank, except for times, which are
     rank 0's. With hybrid sharding they count traffic within a copy, and
-    ``traffic/replicate_gather_bytes`` and so on count traffic between copies. With
-    ``backward_shard``, ``traffic/backward_gather_bytes`` counts gathers from the second copy.
+    ``traffic/replicate_gather_bytes`` and so on count traffic between copies.
 
     With offload, ``traffic/up_bytes`` (weights) and ``traffic/down_bytes`` (gradients) pass between
     a device and its host, and ``traffic/read_bytes`` and ``traffic/write_bytes`` (states) between

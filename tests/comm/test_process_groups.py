@@ -119,25 +119,6 @@ def test_weights_and_gradients_go_before_computation_and_keep_the_time_limit(
     assert other["pg_options"] is None
 
 
-def groups_asked_for() -> list[tuple[str, int, bool]]:
-    asked: list[tuple[str, int, bool]] = []
-
-    def ask(purpose: str, *, along: Any = (), is_urgent: bool = False) -> Any:
-        asked.append((purpose, len(along), is_urgent))
-        return group_for(purpose, along=along, is_urgent=is_urgent)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "group_for", ask)
-        Communicator(CPU, direct=False, num_backward_shards=2)
-    return asked
-
-
-def test_no_group_is_made_that_nothing_uses(ranks: Pools) -> None:
-    """Along the axis of weights for a backward pass no gradients travel."""
-    expected = [("weights", 1, True), ("gradients", 1, True), ("weights", 2, True)]
-    assert ranks(4).run(groups_asked_for) == 4 * [expected]
-
-
 def lacks_a_verb() -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("Backend none does not support reduce_scatter")

@@ -81,7 +81,6 @@ ACTING = {
     "zero_optimization.stage3_prefetch_bucket_size": (0, {"arguments": {"prefetch": 0}}),
     "zero_optimization.mics_shard_size": (8, {"arguments": {"shard": 8}}),
     "tensor_parallel.autotp_size": (2, {"arguments": {"tensor_parallel_size": 2}}),
-    "zero_optimization.zero_hpz_partition_size": (4, {"arguments": {"backward_shard": 4}}),
     "zero_optimization.zero_quantized_weights": (True, {"arguments": {"gather_bits": 8}}),
     "zero_optimization.zero_quantized_gradients": (True, {"arguments": {"reduce_bits": 8}}),
     "zero_optimization.offload_optimizer.device": (
@@ -152,16 +151,13 @@ def test_an_acting_key_acts(name: str) -> None:
 
 
 def test_groups_of_no_size_ask_for_nothing() -> None:
-    for name, value in (("mics_shard_size", -1), ("zero_hpz_partition_size", 1)):
-        assert Config.read({"zero_optimization": {name: value}}) == Config()
+    assert Config.read({"zero_optimization": {"mics_shard_size": -1}}) == Config()
 
 
 @pytest.mark.parametrize(
     ("name", "value", "given"),
     [
         ("mics_shard_size", 8, {"shard": 2}),
-        ("zero_hpz_partition_size", 8, {"backward_shard": 2}),
-        ("zero_quantized_gradients", True, {"reduce_bits": 4}),
     ],
 )
 def test_an_argument_that_says_otherwise_is_refused(

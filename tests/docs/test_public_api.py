@@ -51,7 +51,6 @@ def test_arguments_are_frozen() -> None:
         "activation_offload",
         "broadcast_buffers",
         "shard",
-        "backward_shard",
         "tensor_parallel_size",
         "gather_bits",
         "reduce_bits",

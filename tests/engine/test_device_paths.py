@@ -87,7 +87,6 @@ WAYS = {
     "zero3 accumulating": Way({"stage": 3}, num_microbatches=2, clips=True),
     "zero3 locally": Way({"stage": 3, "accumulate": "local"}, num_microbatches=2),
     "hybrid": Way({"stage": 3, "shard": 2}, world=4),
-    "hpZ": Way({"stage": 3, "backward_shard": 2}, MIXED, world=4),
     "quantized": Way({"stage": 3, "gather_bits": 8, "reduce_bits": 8}),
     "activations": Way({"stage": 3}, MIXED, offloads_activations=True),
     "zero2_offload": Way(offloaded(2, "cpu"), MIXED),
@@ -102,7 +101,7 @@ WAYS = {
     "zero1 one row": Way({"stage": 1}, "16-mixed", 2, rows=1),
     "zero3 one row": Way({"stage": 3, "reduce_dtype": torch.bfloat16}, rows=1),
     "true one row": Way({"stage": 3, "activation_checkpointing": True}, "bf16-true", rows=1),
-    "quantized one row": Way({"stage": 3, "gather_bits": 8, "reduce_bits": 4}, MIXED, rows=1),
+    "quantized one row": Way({"stage": 3, "gather_bits": 8, "reduce_bits": 8}, MIXED, rows=1),
     "copies one row": Way({"stage": 3, "shard": 1, "reduce_bits": 8}, rows=1),
     "offload one row": Way({**offloaded(3, "cpu"), "shard": 1}, MIXED, 2, rows=1),
 }

@@ -141,9 +141,8 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 2": (2, {}),
     "stage 3": (3, {}),
     "hybrid": (3, {"shard": 2}),
-    "second copy": (3, {"backward_shard": 2}),
     "coded": (3, {"gather_bits": 8, "reduce_bits": 8}),
-    "coded in copies": (3, {"shard": 2, "reduce_bits": 4}),
+    "coded in copies": (3, {"shard": 2, "reduce_bits": 8}),
 }
 
 
@@ -176,7 +175,7 @@ def _sent(stage: int, settings: dict[str, Any], accumulate: int) -> dict[tuple[s
 @pytest.mark.parametrize("way", list(WAYS))
 def test_its_bytes_are_the_ledgers(ranks: Pools, way: str) -> None:
     stage, settings = WAYS[way]
-    accumulate = 2 if way in ("stage 2", "hybrid", "second copy") else 1
+    accumulate = 2 if way in ("stage 2", "hybrid") else 1
     found = ranks(4).run(partial(_sent, stage, settings, accumulate))[0]
     timeline = _timeline(stage, 4, num_microbatches=accumulate, **settings)
     assert timeline.bytes == found
@@ -192,10 +191,10 @@ def test_the_command_shows_the_best_choice_first(capsys: pytest.CaptureFixture[s
     assert main([*arguments, "--batch", "int64[4,5]", "--device-memory", "1KB"]) == 0
     text = capsys.readouterr().out
     times = [float(line.split(" ms")[0].split()[-1]) for line in text.splitlines() if " ms" in line]
-    assert len(times) == 2 * 2 + 2 * 2 + 3 * 4
+    assert len(times) == 2 * 2 + 2 * 2 + 2 * 4
     assert times == sorted(times)
     assert "On 4 ranks, best choice first" in text
-    assert "backward_shard=2, gather_bits=8" in text
+    assert "shard=2, gather_bits=8" in text
     assert text.count(" *\n") == len(times)
     # What contradicts a setting is left out; what is given is not varied.
     assert main([*arguments, "--batch", "int64[4,5]", "--set", "shard=2"]) == 0

@@ -202,7 +202,6 @@ def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:
         ({"offload": Offload("cpu", "cpu"), "stage": 2}, "stage=2 keeps whole weights"),
         ({"offload": Offload("cpu", "nvme")}, "weights rest beside their masters"),
         ({"offload": Offload("cpu")}, "weights rest beside their masters"),
-        ({"offload": Offload("cpu", "cpu"), "backward_shard": 1}, "moves the first off it"),
         (
             {"offload": Offload("nvme", "nvme"), "stochastic_rounding": True},
             "offload steps parameters where they rest",

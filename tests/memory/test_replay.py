@@ -66,7 +66,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "kept": {"reshard_after_forward": False},
     "stage_2": {"stage": 2},
     "coded": {"gather_bits": 8, "reduce_bits": 8},
-    "second_copy": {"backward_shard": 1},
 }
 UNITS = {"outer": (Outer,), "both": (Outer, Inner)}
 

@@ -403,7 +403,7 @@ _FILES: dict[str, Any] = {"offload_optimizer": "nvme", "offload_weights": "nvme"
     "beside",
     [
         pytest.param({"stage": 1, "shard": 1, "async_checkpoint": True}, id="copies"),
-        pytest.param({"stage": 3, "backward_shard": 1, "checkpoint": "dcp"}, id="second shards"),
+        pytest.param({"stage": 3, "checkpoint": "dcp"}, id="directory"),
         pytest.param({"stage": 3, **_FILES}, id="all in files"),
         pytest.param({"stage": 2, "shard": 1, "offload_optimizer": "nvme"}, id="states in files"),
     ],
