@@ -32,6 +32,7 @@ from lightning_zero.checkpoint.load import (
     load,
     provenance,
     read_file,
+    refuse_deepspeed,
     rest_of,
     unreadable,
 )

@@ -193,10 +193,8 @@ def _read(path: Path, *, weights_only: bool) -> tuple[Any, str]:
     if not path.is_dir() and not path.is_file():
         raise ValueError(f"{str(path)!r} is a device or a pipe; expected a file")
     if path.is_dir():
-        raise ValueError(
-            f"{str(path)!r} is a folder; expected a file. If DeepSpeed wrote it, convert it first:"
-            " `lightning-zero convert FOLDER FILE.ckpt`"
-        )
+        refuse_deepspeed(path)
+        raise ValueError(f"{str(path)!r} is a folder; expected a file")
     # Files by torch before 1.6 are not zip archives and are read at once.
     is_archive = zipfile.is_zipfile(path)
     begin = b"" if is_archive else _begin_of(path, 64)
@@ -222,6 +220,16 @@ def _read(path: Path, *, weights_only: bool) -> tuple[Any, str]:
     except Exception as error:
         # A damaged pickle can fail in any way.
         raise unreadable(path, error) from error
+
+
+def refuse_deepspeed(folder: Path) -> None:
+    """Raise a ``ValueError`` that says how to take weights from a folder if DeepSpeed wrote it."""
+    if any(any(folder.glob(pattern)) for pattern in ("*_states.pt", "*/*_states.pt")):
+        raise ValueError(
+            f"{str(folder)!r} is a checkpoint by DeepSpeed. Convert its weights with DeepSpeed's"
+            f" own script, `python {folder}/zero_to_fp32.py {folder} weights --safe_serialization`,"
+            ' and load them with `lightning_zero.load_weights(module, "weights")`'
+        )
 
 
 def _read_archive(path: Path, archive: zipfile.ZipFile, *, weights_only: bool) -> Any:

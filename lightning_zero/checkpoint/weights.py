@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.dcp.content import weights_of
 from lightning_zero.checkpoint.dcp.directory import Directory, is_directory
-from lightning_zero.checkpoint.load import compare, identity_of, read_file
+from lightning_zero.checkpoint.load import compare, identity_of, read_file, refuse_deepspeed
 from lightning_zero.checkpoint.module_state import load_module_state
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.comm import Control, agreed
@@ -87,6 +87,8 @@ def read_weights(path: str | os.PathLike[str], *, weights_only: bool = True) -> 
     if place.suffix == ".safetensors" or place.is_dir():
         if not place.exists():
             raise FileNotFoundError(f"File not found: {str(place)!r}")
+        if place.is_dir():
+            refuse_deepspeed(place)
         return read_safetensors(place)
     found = read_file(os.fspath(path), weights_only=weights_only)
     weights = found.get("state_dict", found) if isinstance(found, dict) else None

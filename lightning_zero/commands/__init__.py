@@ -1,6 +1,6 @@
 """The command ``lightning-zero``, one module for each subcommand.
 
-- ``convert``: conversion of checkpoints between formats, and from DeepSpeed
+- ``convert``: conversion of checkpoints between formats
 - ``estimate``: memory of a model before it runs; ``times``: times of its steps on a cluster
 - ``inspect``: what a checkpoint holds, and whether it is intact
 - ``model_source``: lookup of the model that a command line names

@@ -1,4 +1,4 @@
-"""``lightning-zero convert``: checkpoints between formats and from DeepSpeed, tensor by tensor."""
+"""``lightning-zero convert``: checkpoints between formats, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.comm import Control, default_world_size
 from lightning_zero.commands.option import option
-from lightning_zero.deepspeed import DeepSpeedFolder, is_deepspeed_folder
 from lightning_zero.memory import parse_bytes
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -46,9 +45,9 @@ def add_convert_command(commands: Any) -> None:
         "convert",
         help="convert a checkpoint to another format",
         description="Convert between checkpoint files (.ckpt, .pt), directories of"
-        " torch.distributed.checkpoint and safetensors, and from DeepSpeed ZeRO folders. The suffix"
-        " of DST determines its format: .ckpt, .pt, .dcp (a directory), .safetensors, or none of"
-        " these for a folder of safetensors files.",
+        " torch.distributed.checkpoint and safetensors. The suffix of DST determines its format:"
+        " .ckpt, .pt, .dcp (a directory), .safetensors, or none of these for a folder of"
+        " safetensors files.",
     )
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("target", type=Path, metavar="DST")
@@ -69,11 +68,6 @@ def add_convert_command(commands: Any) -> None:
         action="store_true",
         help="also unpickle objects of other classes in SRC, which can run its writer's code",
     )
-    parser.add_argument(
-        "--frozen-in-optimizer",
-        action="store_true",
-        help="from DeepSpeed: the optimizer was given frozen parameters as well",
-    )
     parser.set_defaults(run=_run)
 
 
@@ -92,22 +86,15 @@ def convert(
     max_shard_bytes: int = 5 * 10**9,
     shows_progress: bool = False,
     trust: bool = False,
-    frozen_in_optimizer: bool = False,
 ) -> None:
     """Write the content of ``source`` to ``target``, whose name determines the format.
 
     Arguments are those of the command. Safetensors files hold only weights, and optimizer states
-    are never cast. Set ``frozen_in_optimizer`` if DeepSpeed's optimizer was also given frozen
-    parameters, as with ``Adam(self.parameters())``, which DeepSpeed does not record; it must then
-    have a single param group.
+    are never cast.
     """
     _check_alone()
     holds_more = target.suffix in (*_PLAIN, _DIRECTORY) and not weights_only
-    weights, rest = (
-        _read_deepspeed(source, holds_more, trust=trust, frozen_in_optimizer=frozen_in_optimizer)
-        if is_deepspeed_folder(source)
-        else _read(source, holds_more, trust=trust)
-    )
+    weights, rest = _read(source, holds_more, trust=trust)
     shapes: Shapes = {
         name: (_target_dtype(value.dtype, dtype), tuple(value.shape))
         for name, value in weights.items()
@@ -136,16 +123,6 @@ def _check_alone() -> None:
             f"convert must run in a single process, but this process is one of {num_ranks} ranks."
             " Call it before the Trainer runs, or use the command `lightning-zero convert`."
         )
-
-
-def _read_deepspeed(
-    source: Path, holds_more: bool, *, trust: bool, frozen_in_optimizer: bool
-) -> tuple[Mapping[str, Any], Any]:
-    """Return the weights and the whole checkpoint of a folder that DeepSpeed's ZeRO wrote."""
-    checkpoint = DeepSpeedFolder(source, trust=trust).checkpoint(
-        weights_only=not holds_more, frozen_in_optimizer=frozen_in_optimizer
-    )
-    return checkpoint["state_dict"], checkpoint
 
 
 def _read(source: Path, holds_more: bool, *, trust: bool) -> tuple[Mapping[str, Any], Any]:

@@ -19,19 +19,14 @@ from lightning_zero.checkpoint import (
     provenance,
     read_file,
     read_safetensors,
+    refuse_deepspeed,
     rest_of,
-)
-from lightning_zero.deepspeed import (
-    CannotConvert,
-    DeepSpeedFolder,
-    files_of,
-    is_deepspeed_folder,
 )
 from lightning_zero.tensors import named_tensors
 
 _EXPECTED = (
-    "a .ckpt or .pt file, a safetensors file or folder, a directory of torch.distributed.checkpoint"
-    " or a DeepSpeed folder"
+    "a .ckpt or .pt file, a safetensors file or folder, or a directory of"
+    " torch.distributed.checkpoint"
 )
 
 
@@ -71,9 +66,7 @@ def describe(path: Path) -> Iterator[str]:
     """Yield the lines that ``inspect`` prints."""
     value: Any
     written_by: Any = None
-    if is_deepspeed_folder(path):
-        value, written_by = _of_deepspeed(path)
-    elif is_directory(path):
+    if is_directory(path):
         directory = Directory.open(path)
         value = {"/".join(map(str, where)): found for where, found in directory.entries.items()}
         beside = rest_of(directory)
@@ -81,6 +74,7 @@ def describe(path: Path) -> Iterator[str]:
         written_by = directory.provenance
     elif path.is_dir() or path.suffix == ".safetensors":
         if path.is_dir() and not any(path.glob("*.safetensors")):
+            refuse_deepspeed(path)
             raise ValueError(f"{str(path)!r} is not a checkpoint. Expected {_EXPECTED}.")
         value = read_safetensors(path)
     else:
@@ -91,9 +85,7 @@ def describe(path: Path) -> Iterator[str]:
     yield f"{path}: {len(rows)} tensors, {sum(storages.values()):,} bytes"
     if isinstance(value, dict) and "epoch" in value and "global_step" in value:
         yield f"epoch {value['epoch']}, step {value['global_step']}"
-    if isinstance(written_by, str):
-        yield written_by
-    elif written_by is not None and written_by.get("stage") == 0:
+    if written_by is not None and written_by.get("stage") == 0:
         yield "written by `lightning-zero convert`"
     elif written_by is not None:
         yield (
@@ -107,21 +99,6 @@ def describe(path: Path) -> Iterator[str]:
         yield f"  {name:<{width}}  {dtype:<9} {tensor.nbytes:>15,}  {tuple(tensor.shape)}"
 
 
-def _of_deepspeed(path: Path) -> tuple[Any, str]:
-    """Return the content of a DeepSpeed folder as a checkpoint, and its provenance."""
-    folder = DeepSpeedFolder(path)
-    value = {**folder.own_state(), "state_dict": folder.weights()}
-    written_by = (
-        f"written by DeepSpeed {folder.version}, ZeRO stage {folder.stage}, on {folder.world_size}"
-        " ranks; shown as `lightning-zero convert` would write it"
-    )
-    try:
-        value["optimizer_states"] = [folder.optimizer_state()]
-    except CannotConvert as error:
-        written_by += f", except for the optimizer: {error}"
-    return value, written_by
-
-
 def _identity(tensor: Tensor) -> Any:
     """Return a key that tied tensors share."""
     return id(tensor) if isinstance(tensor, LazyTensor) else tensor.untyped_storage().data_ptr()
@@ -129,8 +106,6 @@ def _identity(tensor: Tensor) -> Any:
 
 def damage(path: Path) -> list[str]:
     """Return a line for each failed checksum of a file, or of all files of a folder."""
-    if is_deepspeed_folder(path):
-        return [f"{file.name}: {line}" for file in files_of(path) for line in damage(file)]
     if is_directory(path):
         rest = path / REST
         return [*Directory.open(path).damage(), *(damage(rest) if rest.is_file() else [])]

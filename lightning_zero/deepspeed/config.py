@@ -1,7 +1,8 @@
 """A DeepSpeed configuration, read as arguments of the strategy and demands on the Trainer.
 
-No key is ignored silently: ``keys.KEYS`` holds the fate of each, and a warning names others at the
-top level, which DeepSpeed ignores. ``"auto"`` and ``null`` mean the same as leaving the key out.
+``ACTING`` holds the keys that act and ``REFUSED`` those that would change the results; every other
+key has no effect, and one warning names all of them. ``"auto"``, ``null`` and values that turn a
+key off mean the same as leaving the key out.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.deepspeed.keys import KEYS, Fate, Kind, suggestion
-from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
+from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock, suggestion
 from lightning_zero.plan import Settings, as_dtype
 
 _ALIASES = {"bfloat16": "bf16"}
@@ -27,6 +27,7 @@ _DEFAULTS = {
     "offload_path": None,
 }
 """Defaults of the strategy's arguments."""
+_MEDIA = ("none", "cpu", "nvme")
 _PRECISIONS = {"bf16": ("bf16-mixed", "bf16-true"), "fp16": ("16-mixed", "16-true")}
 
 
@@ -59,31 +60,21 @@ class Config:
         """Read a JSON file or a dictionary; ``None`` asks for nothing.
 
         Raises:
-            ValueError: A key in a block is unknown, or a key has a wrong value or asks for what is
-                not supported.
+            ValueError: A key has a wrong value, is refused, or looks like a typing error.
         """
         config = cls()
         if source is None:
             return config
         config.is_given = True
-        given = _load(source)
-        blocks = {key.partition(".")[0] for key in KEYS}
-        unknown = [name for name in given if _ALIASES.get(name, name) not in blocks]
-        for name in unknown:
+        idle = [name for name, value in _leaves(_load(source)) if not config._take(name, value)]
+        if idle:
             config.warnings.append(
-                f"The DeepSpeed configuration has an unknown key {name!r}, which has no effect."
-                f"{_near(name)}"
+                "These keys of the DeepSpeed configuration have no effect: " + ", ".join(idle) + "."
             )
-        known = {name: value for name, value in given.items() if name not in unknown}
-        for name, value in _leaves(known):
-            config._take(name, value)
         sums = config.arguments.get("reduce_dtype")
         if "reduce_bits" in config.arguments and sums is torch.float32:
+            # Gradients in 8 bits are summed in fp32 in any case.
             del config.arguments["reduce_dtype"]
-            config.warnings.append(
-                'communication_data_type in the DeepSpeed configuration is "fp32", beside'
-                " zero_quantized_gradients: gradients travel in 8 bits and are summed in fp32."
-            )
         if config.enabled.get("bf16") and config.enabled.get("fp16"):
             raise ValueError(
                 "bf16.enabled and fp16.enabled are both true in the DeepSpeed configuration, but a"
@@ -91,28 +82,28 @@ class Config:
             )
         return config
 
-    def _take(self, name: str, value: Any) -> None:
-        key = KEYS[name]
+    def _take(self, name: str, value: Any) -> bool:
+        """Apply a key; return ``False`` if it asks for something and has no effect."""
         if value is None or value == "auto":
-            return
-        _check_kind(name, key.kind, value)
-        if key.fate is Fate.ACTS:
-            _ACTIONS[name](self, value)
-            return
-        if value == key.fitting if key.fate is Fate.ALWAYS else _is_off(value):
-            return
-        if key.fate is not Fate.REFUSED:
-            self._warn(name, value)
-            return
-        raise ValueError(
-            f"{name} in the DeepSpeed configuration is {_shown(value)}, but {key.becomes}."
-        )
-
-    def _warn(self, name: str, value: Any) -> None:
-        self.warnings.append(
-            f"{name} in the DeepSpeed configuration is {_shown(value)} and has no effect:"
-            f" {KEYS[name].becomes}."
-        )
+            return True
+        if name in ACTING:
+            kind, act = ACTING[name]
+            _check_kind(name, kind, value)
+            return act(self, value) is not False
+        if name in REFUSED:
+            if not _is_off(value) and value != _NOT_OFF.get(name):
+                raise ValueError(
+                    f"{name} in the DeepSpeed configuration is {json.dumps(value, default=str)},"
+                    f" which is not supported and would change the run. {REFUSED[name]}"
+                )
+            return True
+        block, _, last = name.rpartition(".")
+        alike = {
+            key.rpartition(".")[2]: key for key in _NAMES if block in ("", key.rpartition(".")[0])
+        }
+        if near := suggestion(last, alike):
+            raise ValueError(f"The DeepSpeed configuration has an unknown key {name!r}.{near}")
+        return _is_off(value) or (name in _ALWAYS and value is True)
 
     # -- the keys that act -----------------------------------------------------------------------
 
@@ -120,28 +111,22 @@ class Config:
         cure = " For stage 0, use Trainer(strategy='ddp')."
         self.arguments["stage"] = _among((1, 2, 3), "zero_optimization.stage", value, cure)
 
-    def _take_prefetch(self, value: Any) -> None:
+    def _take_prefetch(self, value: Any) -> bool:
         if value == 0:
             self.arguments["prefetch"] = 0
-        else:
-            self._warn("zero_optimization.stage3_prefetch_bucket_size", value)
+        return bool(value == 0)
 
     def _take_dtype(self, value: Any) -> None:
         name = _among(_DTYPES, "communication_data_type", value)
         self.arguments["reduce_dtype"] = _DTYPES[name]
 
-    def _take_medium(self, block: str, argument: str, value: Any) -> None:
-        _among(("none", "cpu", "nvme"), f"zero_optimization.{block}.device", value)
-        if value != "none":
-            self.arguments[argument] = value
+    def _take_optimizer_device(self, value: Any) -> None:
+        _among(_MEDIA, f"{_ZERO}offload_optimizer.device", value)
+        self.arguments |= {} if value == "none" else {"offload_optimizer": value}
 
-    def _take_ratio(self, value: Any) -> None:
-        if value != 1:
-            raise ValueError(
-                "zero_optimization.offload_optimizer.ratio in the DeepSpeed configuration is"
-                f" {_shown(value)}, but the optimizer is offloaded as a whole or not at all. Remove"
-                " the key, or the block to offload nothing."
-            )
+    def _take_weights_device(self, value: Any) -> None:
+        _among(_MEDIA, f"{_ZERO}offload_param.device", value)
+        self.arguments |= {} if value == "none" else {"offload_weights": value}
 
     def _take_path(self, value: Any) -> None:
         if self.arguments.setdefault("offload_path", value) != value:
@@ -153,14 +138,6 @@ class Config:
     def _take_loss_scale(self, value: Any) -> None:
         if value:
             self.scaler.update(scale=float(value), growth_factor=1.0, backoff_factor=1.0)
-
-    def _take_optimizer(self, value: Any) -> None:
-        if value:
-            self.optimizer = OptimizerBlock.read(value)
-
-    def _take_scheduler(self, value: Any) -> None:
-        if value:
-            self.scheduler = SchedulerBlock.read(value)
 
     # -- the strategy and the Trainer ------------------------------------------------------------
 
@@ -194,8 +171,8 @@ class Config:
             if (precision in names) != is_enabled:
                 cure = f"Trainer(precision={names[0]!r})" if is_enabled else "precision='32-true'"
                 raise ValueError(
-                    f"{name}.enabled in the DeepSpeed configuration is {_shown(is_enabled)}, but"
-                    f" the Trainer's precision is {precision!r}. Use {cure}, or remove the key."
+                    f"{name}.enabled in the DeepSpeed configuration is {json.dumps(is_enabled)},"
+                    f" but the Trainer's precision is {precision!r}. Use {cure}, or remove the key."
                 )
 
     def trainer_value(self, name: str, given: Any, default: Any) -> Any:
@@ -213,7 +190,20 @@ def _among(choices: Collection[Any], name: str, value: Any, cure: str = "") -> A
     return value
 
 
+def _agreed(said: str, given: Any, wanted: Any, default: Any) -> Any:
+    """Return ``wanted``; raise a ``ValueError`` if ``given`` is neither that nor the default."""
+    if given not in (wanted, default):
+        raise ValueError(
+            f"{said} contradicts the DeepSpeed configuration, which sets {wanted!r}. Remove one of"
+            " them."
+        )
+    return wanted
+
+
+# -- the keys --------------------------------------------------------------------------------------
+
 Action = Callable[[Config, Any], Any]
+"""Applies a value; returns ``False`` if it has no effect."""
 
 
 def _sets(argument: str, *, above: int = 0, to: int | None = None) -> Action:
@@ -226,51 +216,94 @@ def _sets(argument: str, *, above: int = 0, to: int | None = None) -> Action:
     return act
 
 
-def _sets_medium(block: str, argument: str) -> Action:
-    return lambda config, value: config._take_medium(block, argument, value)
+def _reads(attribute: str, kind: type[OptimizerBlock] | type[SchedulerBlock]) -> Action:
+    return lambda config, value: vars(config).update({attribute: kind.read(value)} if value else {})
 
 
-_ACTIONS: dict[str, Action] = {
-    "zero_optimization.stage": Config._take_stage,
-    "zero_optimization.stage3_prefetch_bucket_size": Config._take_prefetch,
-    "zero_optimization.mics_shard_size": _sets("shard"),
-    "zero_optimization.zero_quantized_weights": _sets("gather_bits", to=8),
-    "zero_optimization.zero_quantized_gradients": _sets("reduce_bits", to=8),
-    "zero_optimization.offload_optimizer.device": _sets_medium(
-        "offload_optimizer", "offload_optimizer"
-    ),
-    "zero_optimization.offload_optimizer.ratio": Config._take_ratio,
-    "zero_optimization.offload_param.device": _sets_medium("offload_param", "offload_weights"),
-    "zero_optimization.offload_optimizer.nvme_path": Config._take_path,
-    "zero_optimization.offload_param.nvme_path": Config._take_path,
-    "tensor_parallel.autotp_size": _sets("tensor_parallel_size", above=1),
-    "communication_data_type": Config._take_dtype,
-    "optimizer": Config._take_optimizer,
-    "scheduler": Config._take_scheduler,
-    "bf16.enabled": lambda config, value: config.enabled.update(bf16=value),
-    "fp16.enabled": lambda config, value: config.enabled.update(fp16=value),
-    "fp16.loss_scale": Config._take_loss_scale,
-    "fp16.initial_scale_power": lambda config, value: config.scaler.setdefault("scale", 2.0**value),
-    "fp16.loss_scale_window": lambda config, value: config.scaler.update(
-        growth_interval=int(value)
-    ),
-    "gradient_clipping": lambda config, value: config.trainer.update(
-        {"gradient_clip_val": float(value)} if value else {}
-    ),
-    "gradient_accumulation_steps": lambda config, value: config.trainer.update(
-        accumulate_grad_batches=int(value)
+_SWITCH, _NUMBER, _TEXT, _BLOCK = "a boolean", "a non-negative number", "a string", "an object"
+_ZERO = "zero_optimization."
+
+ACTING: dict[str, tuple[str, Action]] = {
+    f"{_ZERO}stage": (_NUMBER, Config._take_stage),
+    f"{_ZERO}stage3_prefetch_bucket_size": (_NUMBER, Config._take_prefetch),
+    f"{_ZERO}mics_shard_size": (_NUMBER, _sets("shard")),
+    f"{_ZERO}zero_quantized_weights": (_SWITCH, _sets("gather_bits", to=8)),
+    f"{_ZERO}zero_quantized_gradients": (_SWITCH, _sets("reduce_bits", to=8)),
+    f"{_ZERO}offload_optimizer.device": (_TEXT, Config._take_optimizer_device),
+    f"{_ZERO}offload_optimizer.nvme_path": (_TEXT, Config._take_path),
+    f"{_ZERO}offload_param.device": (_TEXT, Config._take_weights_device),
+    f"{_ZERO}offload_param.nvme_path": (_TEXT, Config._take_path),
+    "tensor_parallel.autotp_size": (_NUMBER, _sets("tensor_parallel_size", above=1)),
+    "communication_data_type": (_TEXT, Config._take_dtype),
+    "optimizer": (_BLOCK, _reads("optimizer", OptimizerBlock)),
+    "scheduler": (_BLOCK, _reads("scheduler", SchedulerBlock)),
+    "bf16.enabled": (_SWITCH, lambda c, v: c.enabled.update(bf16=v)),
+    "fp16.enabled": (_SWITCH, lambda c, v: c.enabled.update(fp16=v)),
+    "fp16.loss_scale": (_NUMBER, Config._take_loss_scale),
+    "fp16.initial_scale_power": (_NUMBER, lambda c, v: c.scaler.setdefault("scale", 2.0**v)),
+    "fp16.loss_scale_window": (_NUMBER, lambda c, v: c.scaler.update(growth_interval=int(v))),
+    "gradient_clipping": (_NUMBER, lambda c, v: v and c.trainer.update(gradient_clip_val=float(v))),
+    "gradient_accumulation_steps": (
+        _NUMBER,
+        lambda c, v: c.trainer.update(accumulate_grad_batches=int(v)),
     ),
 }
+"""The kind of value and the action of every key that acts; a dot leads into a block."""
 
+_OFFLOAD_BLOCKS = "Use the blocks `offload_optimizer` and `offload_param`."
+_PRECISION = "Use Trainer(precision=...), and remove the key."
+_OF_THE_MODEL = "It belongs to the model or its data. Remove the key."
+_PARALLEL = "Only data and tensor parallelism are supported. Remove the key."
 
-def _agreed(said: str, given: Any, wanted: Any, default: Any) -> Any:
-    """Return ``wanted``; raise a ``ValueError`` if ``given`` is neither that nor the default."""
-    if given not in (wanted, default):
-        raise ValueError(
-            f"{said} contradicts the DeepSpeed configuration, which sets {wanted!r}. Remove one of"
-            " them."
-        )
-    return wanted
+REFUSED: dict[str, str] = {
+    f"{_ZERO}cpu_offload": _OFFLOAD_BLOCKS,
+    f"{_ZERO}cpu_offload_param": _OFFLOAD_BLOCKS,
+    f"{_ZERO}offload_optimizer.ratio": "The optimizer is offloaded as a whole. Remove the key.",
+    f"{_ZERO}zenflow": "A step updates all parameters. Remove the key.",
+    f"{_ZERO}zero_quantized_nontrainable_weights": "Use `zero_quantized_weights`, for all weights.",
+    f"{_ZERO}zeropp_loco_param": "Gradients are rounded stochastically. Remove the key.",
+    "bf16.bf16_master_weights_and_grads": "Use Trainer(precision='bf16-true') for no fp32 masters.",
+    "bf16.bf16_optimizer_states": "Use Trainer(precision='bf16-true') for no fp32 states.",
+    "fp16.fp16_master_weights_and_grads": "Use Trainer(precision='16-true') for no fp32 masters.",
+    "amp": _PRECISION,
+    "torch_autocast": _PRECISION,
+    "sparse_attention": _OF_THE_MODEL,
+    "data_efficiency": _OF_THE_MODEL,
+    "curriculum_learning": _OF_THE_MODEL,
+    "compression_training": _OF_THE_MODEL,
+    "quantize_training": _OF_THE_MODEL,
+    "progressive_layer_drop": _OF_THE_MODEL,
+    "elasticity": "The DataLoader sets the batch size; torchrun restarts ranks. Remove the key.",
+    "hybrid_engine": _PARALLEL,
+    "pipeline.stages": _PARALLEL,
+    "sequence_parallel_size": _PARALLEL,
+    "use_data_before_expert_parallelism": _PARALLEL,
+}
+"""The remedy for every key that would change the run and is not supported."""
+
+_NAMES = {
+    ".".join(key.split(".")[: depth + 1])
+    for key in (*ACTING, *REFUSED)
+    for depth in range(key.count(".") + 1)
+}
+"""The known keys, and the blocks that hold them."""
+
+_NOT_OFF = {
+    "sequence_parallel_size": 1,
+    "pipeline.stages": 1,
+    f"{_ZERO}offload_optimizer.ratio": 1,
+}
+"""Values of ``REFUSED`` keys that ask for nothing, beside those that every key has."""
+
+_ALWAYS = {
+    *("managed_gradient_accumulation", f"{_ZERO}overlap_comm", f"{_ZERO}contiguous_gradients"),
+    *(f"{_ZERO}reduce_scatter", f"{_ZERO}allgather_partitions", f"{_ZERO}elastic_checkpoint"),
+    *(f"{_ZERO}load_from_fp32_weights", f"{_ZERO}ignore_unused_parameters"),
+    f"{_ZERO}stage3_gather_16bit_weights_on_model_save",
+    f"{_ZERO}stage3_gather_fp16_weights_on_model_save",
+    *(f"{_ZERO}offload_optimizer.pin_memory", f"{_ZERO}offload_param.pin_memory"),
+}
+"""Keys whose value ``true`` describes what this package does in any case."""
 
 
 def _load(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -289,52 +322,35 @@ def _load(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _leaves(block: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every known key with its value, entering blocks that have no key of their own."""
+    """Yield every key with its value, entering the blocks that hold known keys."""
     for name, value in block.items():
         full_name = path + _ALIASES.get(name, name)
-        if full_name in KEYS:
+        if full_name not in _NAMES or full_name in ACTING or full_name in REFUSED:
             yield full_name, value
-            continue
-        if not any(key.startswith(f"{full_name}.") for key in KEYS):
-            raise ValueError(
-                f"The DeepSpeed configuration has an unknown key {path + name!r}.{_near(full_name)}"
-            )
-        if value is not None:
-            _check_kind(full_name, Kind.BLOCK, value)
+        elif value not in (None, "auto"):
+            _check_kind(full_name, _BLOCK, value)
             is_off = value.get("enabled") is False or value.get("device") == "none"
             for key, inner in _leaves(value, f"{full_name}."):
                 yield key, None if is_off and not key.endswith(".enabled") else inner
 
 
-def _near(name: str) -> str:
-    """Suggest the known key nearest to ``name``, or else to its last part."""
-    last = name.rpartition(".")[2]
-    tails = {key.rpartition(".")[2]: key for key in KEYS}
-    blocks = {key.partition(".")[0]: key.partition(".")[0] for key in KEYS}
-    names = {**blocks, **tails, **{key: key for key in KEYS}}
-    return suggestion((name, last), names) or " Remove it."
-
-
-def _check_kind(name: str, kind: Kind, value: Any) -> None:
+def _check_kind(name: str, kind: str, value: Any) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = {
-        Kind.SWITCH: isinstance(value, bool),
-        Kind.NUMBER: is_number and (value >= 0 or name.endswith("mics_shard_size")),
-        Kind.TEXT: isinstance(value, str),
-        Kind.BLOCK: isinstance(value, Mapping),
+        _SWITCH: isinstance(value, bool),
+        _NUMBER: is_number and (value >= 0 or name.endswith("mics_shard_size")),
+        _TEXT: isinstance(value, str),
+        _BLOCK: isinstance(value, Mapping),
     }
     if not fits[kind]:
         raise ValueError(
-            f"Expected {name} in the DeepSpeed configuration to be {kind.value}, got {value!r}."
+            f"Expected {name} in the DeepSpeed configuration to be {kind}, got {value!r}."
         )
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a value turns its key off."""
+    """Return whether a value, or every value of a block, turns its key off."""
     if isinstance(value, Mapping):
-        return not value or value.get("enabled") is False or value.get("device") in ("none", "auto")
-    return value is False or value in (0, -1, "none")
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, default=str)
+        is_disabled = value.get("enabled") is False or value.get("device") == "none"
+        return is_disabled or all(_is_off(inner) for inner in value.values())
+    return value is None or value is False or value in (0, -1, "none", "auto")

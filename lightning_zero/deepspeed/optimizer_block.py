@@ -8,6 +8,7 @@ so a scheduler is a ``LambdaLR``.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -18,8 +19,6 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-
-from lightning_zero.deepspeed.keys import suggestion
 
 Rate = Callable[[int], float]
 """The learning rate after a number of optimizer steps."""
@@ -36,11 +35,6 @@ class OptimizerBlock:
     def read(cls, block: Mapping[str, Any]) -> OptimizerBlock:
         """Read ``{"type": ..., "params": {...}}``, if torch has such an optimizer and options."""
         name, options = _read("optimizer", block)
-        if "max_grad_norm" in options:
-            raise ValueError(
-                "optimizer.params.max_grad_norm in the DeepSpeed configuration is not an optimizer"
-                " option. Set gradient_clipping next to the optimizer block instead."
-            )
         kind = _kind(name, options)
         if "betas" in options:
             options["betas"] = tuple(options["betas"])
@@ -65,16 +59,12 @@ class SchedulerBlock:
         name, options = _read("scheduler", block)
         make: Any = _RATES.get(name) or getattr(lr_scheduler, name, None)
         is_torchs = inspect.isclass(make) and issubclass(make, LRScheduler)
-        if name not in _RATES and not is_torchs:
+        # ReduceLROnPlateau needs a metric.
+        if name not in _RATES and (not is_torchs or name == "ReduceLROnPlateau"):
             raise ValueError(
                 f"scheduler.type in the DeepSpeed configuration is {name!r}, which is neither one"
-                f" of {', '.join(_RATES)} nor a torch scheduler.{_near(name, _RATES)} Return the"
-                " scheduler from `configure_optimizers`, and remove the block."
-            )
-        if name == "ReduceLROnPlateau":
-            raise ValueError(
-                "scheduler.type in the DeepSpeed configuration is 'ReduceLROnPlateau', which needs"
-                " a metric to monitor. Return it with a `monitor` from `configure_optimizers`, and"
+                f" of {', '.join(_RATES)} nor a torch scheduler that needs no metric."
+                f"{_near(name, _RATES)} Return the scheduler from `configure_optimizers`, and"
                 " remove the block."
             )
         _check_options("scheduler", name, make, options)
@@ -97,8 +87,6 @@ class SchedulerBlock:
                     " DeepSpeed configuration, but the Trainer has no last step. Set a number, or"
                     " pass max_steps or max_epochs to the Trainer."
                 )
-        if self.name == "OneCycle" and options.pop("cycle_momentum", True):
-            _refuse_momentum(optimizer)
         groups = optimizer.param_groups
         rates = [
             make(group["lr"], **_of_group(options, index, len(groups)))
@@ -116,7 +104,7 @@ class SchedulerBlock:
 def _read(block_name: str, block: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the type and the options of a block, without options that are ``"auto"`` or null."""
     for key in block:
-        if key not in ("type", "params"):
+        if key not in ("type", "params") and block[key]:
             raise ValueError(
                 f"The DeepSpeed configuration has an unknown key '{block_name}.{key}'. This block"
                 " only takes type and params. Remove the key."
@@ -127,7 +115,15 @@ def _read(block_name: str, block: Mapping[str, Any]) -> tuple[str, dict[str, Any
             f"Expected {block_name} in the DeepSpeed configuration to have a type, which is a"
             f" string, and params, which is an object, got {dict(block)!r}."
         )
-    return name, {key: value for key, value in params.items() if value not in (None, "auto")}
+    return name, {
+        key: value
+        for key, value in params.items()
+        if value not in (None, "auto", _DEFAULTS.get(key))
+    }
+
+
+_DEFAULTS = {"last_batch_iteration": -1, "max_grad_norm": 0}
+"""Options without a counterpart in torch, with the values that ask for nothing."""
 
 
 def _kind(name: str, options: dict[str, Any]) -> type[Optimizer]:
@@ -144,10 +140,9 @@ def _kind(name: str, options: dict[str, Any]) -> type[Optimizer]:
                 )
             options.setdefault("weight_decay", 0.0)
         return torch.optim.AdamW if is_decoupled else torch.optim.Adam
-    if known == "adagrad":
-        return torch.optim.Adagrad
-    kind = getattr(torch.optim, name, None)
-    if known in _DEEPSPEEDS_OWN or not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
+    kind = torch.optim.Adagrad if known == "adagrad" else getattr(torch.optim, name, None)
+    # DeepSpeed's Muon is two optimizers in one, unlike torch's.
+    if known == "muon" or not (inspect.isclass(kind) and issubclass(kind, Optimizer)):
         raise ValueError(
             f"optimizer.type in the DeepSpeed configuration is {name!r}, which is not in"
             f" torch.optim.{_near(name, dir(torch.optim))} Return an optimizer from"
@@ -156,19 +151,13 @@ def _kind(name: str, options: dict[str, Any]) -> type[Optimizer]:
     return kind
 
 
-_DEEPSPEEDS_OWN = {
-    *("lamb", "onebitadam", "onebitlamb", "zerooneadam", "lion", "muon"),
-    *("muadam", "muadamw", "musgd"),
-}
-
-
 def _check_options(
     block_name: str, name: str, make: Callable[..., Any], options: Mapping[str, Any]
 ) -> None:
     _, *parameters = inspect.signature(make).parameters.values()
-    known = {parameter.name for parameter in parameters} - {"last_epoch"}
-    if name == "OneCycle":
-        known.add("cycle_momentum")
+    known = {parameter.name for parameter in parameters} - {"last_epoch", "options"}
+    if make is _warmup_decay:
+        known |= set(inspect.signature(_warmup).parameters) - {"base"}
     for key in options:
         if key not in known:
             raise ValueError(
@@ -177,15 +166,22 @@ def _check_options(
             )
     for parameter in parameters:
         is_needed = parameter.default is parameter.empty and parameter.name not in options
-        if is_needed and parameter.name != "total_num_steps":
+        if is_needed and parameter.name not in ("total_num_steps", "options"):
             raise ValueError(
                 f"{block_name}.params in the DeepSpeed configuration lacks {parameter.name!r},"
                 f" which {name} requires. Add it."
             )
 
 
+def suggestion(given: str, names: Mapping[str, str]) -> str:
+    """Return a question that suggests the value of the key close to ``given``, if there is one."""
+    for close in difflib.get_close_matches(given, list(names), 1, cutoff=0.85):
+        return f" Did you mean {names[close]!r}?"
+    return ""
+
+
 def _near(name: str, names: Iterable[str]) -> str:
-    return suggestion([name], {known: known for known in names})
+    return suggestion(name, {known: known for known in names})
 
 
 def _of_group(options: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:
@@ -201,33 +197,7 @@ def _of_group(options: Mapping[str, Any], index: int, count: int) -> dict[str, A
     return chosen
 
 
-def _refuse_momentum(optimizer: Optimizer) -> None:
-    """Raise for an optimizer with betas, the first of which DeepSpeed would cycle too."""
-    if "betas" in optimizer.defaults:
-        raise ValueError(
-            "scheduler.params.cycle_momentum of OneCycle in the DeepSpeed configuration is true"
-            f" (the default), but the betas of {type(optimizer).__name__} are not cycled here. Set"
-            " it to false, or return torch's OneCycleLR from `configure_optimizers`."
-        )
-
-
 # -- learning rates --------------------------------------------------------------------------------
-
-
-def _warm_up(steps: int, num_steps: int, kind: str) -> float:
-    """Return the progress of a warm-up, from 0 to 1, at DeepSpeed's step count ``steps``."""
-    if kind == "linear":
-        return steps / num_steps
-    return math.log(steps + 1) / math.log(num_steps)
-
-
-def _checked(num_steps: int, kind: str) -> int:
-    if kind not in ("log", "linear"):
-        raise ValueError(
-            "Expected scheduler.params.warmup_type in the DeepSpeed configuration to be 'log' or"
-            f" 'linear', got {kind!r}."
-        )
-    return max(2, num_steps)
 
 
 def _warmup(
@@ -237,113 +207,37 @@ def _warmup(
     warmup_num_steps: int = 1000,
     warmup_type: str = "log",
 ) -> Rate:
+    if warmup_type not in ("log", "linear"):
+        raise ValueError(
+            "Expected scheduler.params.warmup_type in the DeepSpeed configuration to be 'log' or"
+            f" 'linear', got {warmup_type!r}."
+        )
     top = base if warmup_max_lr is None else warmup_max_lr
-    warm = _checked(warmup_num_steps, warmup_type)
+    warm = max(2, warmup_num_steps)
 
     def rate(step: int) -> float:
         # DeepSpeed counts from -1, and the rate is lowest at -1 and 0.
-        count = max(step - 1, 0)
-        share = _warm_up(count, warm, warmup_type) if count < warm else 1.0
-        return warmup_min_lr + (top - warmup_min_lr) * share
+        count = min(max(step - 1, 0), warm)
+        share = count / warm if warmup_type == "linear" else math.log(count + 1) / math.log(warm)
+        return warmup_min_lr + (top - warmup_min_lr) * min(share, 1.0)
 
     return rate
 
 
 def _warmup_decay(
-    base: float,
-    total_num_steps: int,
-    warmup_min_lr: float = 0.0,
-    warmup_max_lr: float = 0.001,
-    warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
+    base: float, total_num_steps: int, warmup_max_lr: float = 0.001, **options: Any
 ) -> Rate:
-    warm = _checked(warmup_num_steps, warmup_type)
-    warmed = _warmup(base, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
+    warmed = _warmup(base, warmup_max_lr=warmup_max_lr, **options)
+    warm = max(2, options.get("warmup_num_steps", 1000))
+    low = options.get("warmup_min_lr", 0.0)
 
     def rate(step: int) -> float:
         if step - 1 < warm:
             return warmed(step)
         share = max(0.0, (total_num_steps - step + 1) / max(1, total_num_steps - warm))
-        return warmup_min_lr + (warmup_max_lr - warmup_min_lr) * share
+        return float(low + (warmup_max_lr - low) * share)
 
     return rate
 
 
-def _warmup_cosine(
-    base: float,
-    total_num_steps: int,
-    warmup_min_ratio: float = 0.0,
-    warmup_num_steps: int = 1000,
-    cos_min_ratio: float = 0.0001,
-    warmup_type: str = "log",
-) -> Rate:
-    warm = _checked(warmup_num_steps, warmup_type)
-
-    def rate(step: int) -> float:
-        if step == 0:
-            return 0.0
-        count = step - 1
-        if count < warm:
-            share = _warm_up(count, warm, warmup_type)
-            return base * (warmup_min_ratio + (1 - warmup_min_ratio) * share)
-        progress = min(1.0, (count - warm + 1) / max(1, total_num_steps - warm))
-        share = (1 + math.cos(math.pi * progress)) / 2
-        return base * max(0.0, cos_min_ratio + (1 - cos_min_ratio) * share)
-
-    return rate
-
-
-def _one_cycle(
-    base: float,
-    cycle_min_lr: float,
-    cycle_max_lr: float,
-    decay_lr_rate: float = 0.0,
-    cycle_first_step_size: int = 2000,
-    cycle_second_step_size: int | None = None,
-    cycle_first_stair_count: int = 0,
-    cycle_second_stair_count: int | None = None,
-    decay_step_size: int = 0,
-) -> Rate:
-    first = cycle_first_step_size
-    second = first if cycle_second_step_size is None else cycle_second_step_size
-    up = cycle_first_stair_count
-    down = up if cycle_second_stair_count is None else cycle_second_stair_count
-
-    def rate(step: int) -> float:
-        if step > first + second:
-            if not decay_step_size:
-                return cycle_min_lr
-            late = (step - first - second) / decay_step_size
-            return cycle_min_lr / (1 + decay_lr_rate * late)
-        at = step % (first + second)
-        height, stairs = (at / first, up) if at <= first else ((first + second - at) / second, down)
-        if stairs:
-            height = math.floor(height * stairs) / stairs
-        return cycle_min_lr + (cycle_max_lr - cycle_min_lr) * height
-
-    return rate
-
-
-def _range_test(
-    base: float,
-    lr_range_test_min_lr: float = 1e-3,
-    lr_range_test_step_size: int = 2000,
-    lr_range_test_step_rate: float = 1.0,
-    lr_range_test_staircase: bool = False,
-) -> Rate:
-    def rate(step: int) -> float:
-        interval: float = step / lr_range_test_step_size
-        if lr_range_test_staircase:
-            interval = math.floor(interval)
-        return lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval)
-
-    return rate
-
-
-_RATES: dict[str, Callable[..., Rate]] = {
-    "WarmupLR": _warmup,
-    "WarmupDecayLR": _warmup_decay,
-    "WarmupCosineLR": _warmup_cosine,
-    "OneCycle": _one_cycle,
-    "LRRangeTest": _range_test,
-}
+_RATES: dict[str, Callable[..., Rate]] = {"WarmupLR": _warmup, "WarmupDecayLR": _warmup_decay}

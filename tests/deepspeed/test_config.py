@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,12 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 
-from lightning_zero import ZeROPrecision, ZeROStrategy
-from lightning_zero.deepspeed import KEYS, Config, Fate, Kind, OptimizerBlock, SchedulerBlock, table
+from lightning_zero import ZeROPrecision, ZeROStrategy, load_weights
+from lightning_zero.commands import convert, main
+from lightning_zero.deepspeed import ACTING, REFUSED, Config, OptimizerBlock, SchedulerBlock
 from lightning_zero.plan import Offload
 from tests.oracle.projects import make_trainer
 from tests.oracle.ranks import ROOT, Pools
-
-ON = {Kind.SWITCH: True, Kind.NUMBER: 7, Kind.TEXT: "fp16", Kind.BLOCK: {"device": "cpu", "x": 1}}
-OFF = {Kind.SWITCH: False, Kind.NUMBER: 0, Kind.TEXT: "none", Kind.BLOCK: {"enabled": False}}
-WRONG = {Kind.SWITCH: 1, Kind.NUMBER: "many", Kind.TEXT: 3, Kind.BLOCK: True}
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
@@ -29,58 +25,12 @@ def nested(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def keys_with(*fates: Fate) -> list[str]:
-    return [name for name, key in KEYS.items() if key.fate in fates]
-
-
 # ---------------------------------------------------------------------------- reading
 
-
-@pytest.mark.parametrize("name", KEYS)
-def test_auto_and_null_ask_for_nothing(name: str) -> None:
-    for value in ("auto", None):
-        assert Config.read(nested(name, value)) == Config()
-
-
-@pytest.mark.parametrize("name", KEYS)
-def test_a_value_of_the_wrong_kind_is_an_error(name: str) -> None:
-    with pytest.raises(ValueError, match=f"Expected {re.escape(name)}") as caught:
-        Config.read(nested(name, WRONG[KEYS[name].kind]))
-    assert KEYS[name].kind.value in str(caught.value)
-
-
-@pytest.mark.parametrize("name", keys_with(Fate.REPLACED))
-def test_a_replaced_key_warns_by_name_unless_off(name: str) -> None:
-    key = KEYS[name]
-    [warning] = Config.read(nested(name, ON[key.kind])).warnings
-    assert name in warning
-    assert key.becomes in warning
-    assert Config.read(nested(name, OFF[key.kind])) == Config()
-
-
-@pytest.mark.parametrize("name", keys_with(Fate.ALWAYS))
-def test_what_is_always_so_warns_only_when_contradicted(name: str) -> None:
-    key = KEYS[name]
-    assert Config.read(nested(name, key.fitting)) == Config()
-    other = "bf16" if key.kind is Kind.TEXT else not key.fitting
-    [warning] = Config.read(nested(name, other)).warnings
-    assert name in warning
-
-
-@pytest.mark.parametrize("name", keys_with(Fate.REFUSED))
-def test_a_refused_key_raises_with_the_cure_unless_off(name: str) -> None:
-    key = KEYS[name]
-    with pytest.raises(ValueError, match=re.escape(name)) as caught:
-        Config.read(nested(name, ON[key.kind]))
-    assert key.becomes in str(caught.value)
-    assert Config.read(nested(name, OFF[key.kind])) == Config()
-
-
-ACTING = {
+ACTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "zero_optimization.stage": (2, {"arguments": {"stage": 2}}),
     "zero_optimization.stage3_prefetch_bucket_size": (0, {"arguments": {"prefetch": 0}}),
     "zero_optimization.mics_shard_size": (8, {"arguments": {"shard": 8}}),
-    "tensor_parallel.autotp_size": (2, {"arguments": {"tensor_parallel_size": 2}}),
     "zero_optimization.zero_quantized_weights": (True, {"arguments": {"gather_bits": 8}}),
     "zero_optimization.zero_quantized_gradients": (True, {"arguments": {"reduce_bits": 8}}),
     "zero_optimization.offload_optimizer.device": (
@@ -88,9 +38,9 @@ ACTING = {
         {"arguments": {"offload_optimizer": "nvme"}},
     ),
     "zero_optimization.offload_optimizer.nvme_path": ("/a", {"arguments": {"offload_path": "/a"}}),
-    "zero_optimization.offload_optimizer.ratio": (1, {}),
     "zero_optimization.offload_param.device": ("nvme", {"arguments": {"offload_weights": "nvme"}}),
     "zero_optimization.offload_param.nvme_path": ("/a", {"arguments": {"offload_path": "/a"}}),
+    "tensor_parallel.autotp_size": (2, {"arguments": {"tensor_parallel_size": 2}}),
     "communication_data_type": ("bf16", {"arguments": {"reduce_dtype": torch.bfloat16}}),
     "bf16.enabled": (True, {"enabled": {"bf16": True}}),
     "fp16.enabled": (False, {"enabled": {"fp16": False}}),
@@ -113,8 +63,91 @@ ACTING = {
 }
 
 
-def test_every_acting_key_is_among_those_below() -> None:
-    assert set(ACTING) == set(keys_with(Fate.ACTS))
+def test_acting_keys_act_and_take_one_kind_of_value() -> None:
+    assert set(ACTS) == set(ACTING)
+    for name, (value, becomes) in ACTS.items():
+        assert Config.read(nested(name, value)) == Config(**becomes), name
+        for nothing in ("auto", None):
+            assert Config.read(nested(name, nothing)) == Config()
+        with pytest.raises(ValueError, match=f"Expected {name} .* to be a"):
+            Config.read(nested(name, ["wrong"]))
+
+
+DEFAULTS: list[tuple[str, Any]] = [
+    *((name, value) for name in REFUSED for value in (False, "auto", None, {"enabled": False})),
+    ("sequence_parallel_size", 1),
+    ("pipeline.stages", 1),
+    ("pipeline", {"stages": "auto"}),
+    ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": False}}}),
+    ("amp", {"enabled": False, "opt_level": "O1"}),
+    ("zero_optimization.offload_optimizer.ratio", 1.0),
+    ("zero_optimization.mics_shard_size", -1),
+    ("zero_optimization.overlap_comm", True),
+    ("zero_optimization.zero_hpz_partition_size", 0),
+    ("tensor_parallel.autotp_size", 1),
+    ("gradient_clipping", 0.0),
+    ("fp16.loss_scale", 0),
+    ("optimizer", {}),
+    ("wandb", {"enabled": False, "project": "x"}),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), DEFAULTS)
+def test_values_that_ask_for_nothing_are_accepted(name: str, value: Any) -> None:
+    assert Config.read(nested(name, value)) == Config()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_key_raises_with_the_remedy(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} in the DeepSpeed .* would change the run") as e:
+        Config.read(nested(name, 0.5))
+    assert REFUSED[name] in str(e.value)
+    page = (ROOT / "docs" / "deepspeed.md").read_text()
+    assert name.rpartition("zero_optimization.")[2] in page
+
+
+IDLE = """
+zero_optimization: reduce_bucket_size allgather_bucket_size sub_group_size leaf_module legacy_stage1
+    use_multi_rank_bucket_allreduce round_robin_gradients stage3_prefetch_bucket_size
+    stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_reuse_distance
+    stage3_max_live_parameters stage3_module_granularity_threshold stage3_allgather_sequential
+    stage3_use_all_reduce_for_fetch_params stage3_partition_stream_chunk_size override_module_apply
+    memory_efficient_linear pipeline_loading_checkpoint log_trace_cache_warnings
+    enable_sanity_checks save_muon_momentum_buffer_in_memory cpu_offload_use_pin_memory
+    zero_hpz_partition_size mics_hierarchical_params_gather offload_optimizer.buffer_count
+    offload_optimizer.pipeline_read offload_optimizer.fast_init offload_param.max_in_cpu
+bf16: immediate_grad_update check_grad_overflow
+fp16: auto_cast hysteresis consecutive_hysteresis min_loss_scale
+: zero_allow_untested_optimizer zero_force_ds_cpu_optimizer train_batch_size aio steps_per_print
+    train_micro_batch_size_per_gpu dataloader_drop_last seq_parallel_communication_data_type
+    data_types prescale_gradients gradient_predivide_factor sparse_gradients disable_allgather
+    activation_checkpointing checkpoint compile wall_clock_breakdown memory_breakdown dump_state
+    flops_profiler comms_logger monitor_config tensorboard wandb comet csv_monitor autotuning
+    eigenvalue pipeline.partition distributed_backend
+"""
+"""DeepSpeed's keys without effect, by block."""
+
+
+def test_one_warning_names_all_keys_without_effect() -> None:
+    """None of DeepSpeed's own keys is taken for a typing error of another."""
+    config: dict[str, Any] = {}
+    expected = set()
+    block = ""
+    for word in IDLE.split():
+        if word.endswith(":"):
+            block = word.replace(":", ".").lstrip(".")
+            continue
+        *blocks, last = f"{block}{word}".split(".")
+        inner = config
+        for name in blocks:
+            inner = inner.setdefault(name, {})
+        inner[last] = 7
+        expected.add(block + word)
+    found = Config.read(config)
+    [warning] = found.warnings
+    assert found == Config(warnings=[warning])
+    listed = warning.removesuffix(".").partition("have no effect: ")[2].split(", ")
+    assert set(listed) == expected
 
 
 def test_offload_blocks_act_refuse_or_ask_for_nothing() -> None:
@@ -126,10 +159,7 @@ def test_offload_blocks_act_refuse_or_ask_for_nothing() -> None:
     assert read(off, {"device": "none"}) == Config(arguments={"stage": 3})
     on = {"device": "nvme", "nvme_path": "/a"}
     arguments = {"offload_optimizer": "nvme", "offload_weights": "nvme", "offload_path": "/a"}
-    found = read({**on, "pin_memory": True}, on)
-    assert found.arguments == {"stage": 3, **arguments}
-    [warning] = found.warnings
-    assert "offload_optimizer.pin_memory" in warning
+    assert read({**on, "pin_memory": True}, on) == Config(arguments={"stage": 3, **arguments})
     blocks = {"offload_optimizer": on, "offload_param": on}
     settings = ZeROStrategy(config={"zero_optimization": blocks}).settings
     assert (settings.offload, settings.offload_path) == (Offload("nvme", "nvme"), "/a")
@@ -137,43 +167,21 @@ def test_offload_blocks_act_refuse_or_ask_for_nothing() -> None:
     assert host == {"stage": 3, "offload_optimizer": "cpu", "offload_weights": "cpu"}
     with pytest.raises(ValueError, match=r"offload_param\.device .* none, cpu, nvme, got 'disk'"):
         read(on, {"device": "disk"})
-    for ratio in (0, 0.5, 1.5):
-        with pytest.raises(ValueError, match=r"offloaded as a whole or not at all. Remove the key"):
-            read({**on, "ratio": ratio}, on)
     with pytest.raises(ValueError, match="but all files go into one folder"):
         read(on, {**on, "nvme_path": "/b"})
 
 
-@pytest.mark.parametrize("name", ACTING)
-def test_an_acting_key_acts(name: str) -> None:
-    value, becomes = ACTING[name]
-    assert Config.read(nested(name, value)) == Config(**becomes)
-
-
-def test_groups_of_no_size_ask_for_nothing() -> None:
-    assert Config.read({"zero_optimization": {"mics_shard_size": -1}}) == Config()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "given"),
-    [
-        ("mics_shard_size", 8, {"shard": 2}),
-    ],
-)
-def test_an_argument_that_says_otherwise_is_refused(
-    name: str, value: Any, given: dict[str, int]
-) -> None:
-    ((argument, number),) = given.items()
-    with pytest.raises(ValueError, match=f"{argument}={number} contradicts"):
-        ZeROStrategy(config={"zero_optimization": {"stage": 3, name: value}}, **given)
+def test_an_argument_that_says_otherwise_is_refused() -> None:
+    config = {"zero_optimization": {"stage": 3, "mics_shard_size": 8}}
+    with pytest.raises(ValueError, match="shard=2 contradicts"):
+        ZeROStrategy(config=config, shard=2)
 
 
 def test_a_static_loss_scale_counts_more_than_the_first_of_a_dynamic_one() -> None:
     for block in ({"loss_scale": 8, "initial_scale_power": 4}, {"initial_scale_power": 4}):
-        reverse = dict(reversed(block.items()))
-        expected = 8.0 if "loss_scale" in block else 16.0
-        assert Config.read({"fp16": block}).scaler["scale"] == expected
-        assert Config.read({"fp16": reverse}).scaler["scale"] == expected
+        for given in (block, dict(reversed(block.items()))):
+            expected = 8.0 if "loss_scale" in block else 16.0
+            assert Config.read({"fp16": given}).scaler["scale"] == expected
 
 
 def test_a_block_that_is_off_asks_for_nothing() -> None:
@@ -184,30 +192,6 @@ def test_a_block_that_is_off_asks_for_nothing() -> None:
         "fp16_master_weights_and_grads": True,
     }
     assert Config.read({"fp16": block}) == Config(enabled={"fp16": False})
-    with pytest.raises(ValueError, match=r"unknown key 'fp16\.histeresis'"):
-        Config.read({"fp16": {"enabled": False, "histeresis": 2}})
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"zero_optimisation": {"stage": 3}}, "'zero_optimization'?"),
-        ({"stage": 3}, "'zero_optimization.stage'?"),
-        ({"gradient_clip": 1.0}, "'gradient_clipping'?"),
-        ({"gradient_checkpointing": True}, "'gradient_clipping'?"),
-        ({"wall_clock": True}, "'wall_clock_breakdown'?"),
-        ({"distributed_backend": "nccl"}, "Remove it."),
-        ({"qqqqqqqq": {"a": 1}}, "Remove it."),
-    ],
-)
-def test_an_unknown_key_at_the_top_warns_with_the_nearest(
-    config: dict[str, Any], words: str
-) -> None:
-    found = Config.read({"gradient_clipping": 0.5, **config})
-    [warning] = found.warnings
-    assert f"unknown key {next(iter(config))!r}, which has no effect." in warning
-    assert words in warning
-    assert found == Config(trainer={"gradient_clip_val": 0.5}, warnings=[warning])
 
 
 def test_quantized_gradients_are_summed_in_fp32() -> None:
@@ -217,9 +201,7 @@ def test_quantized_gradients_are_summed_in_fp32() -> None:
 
     strategy = ZeROStrategy(config=read("fp32"))
     assert (strategy.settings.reduce_bits, strategy.settings.reduce_dtype) == (8, None)
-    [warning] = strategy.config.warnings
-    assert "communication_data_type" in warning
-    assert "travel in 8 bits and are summed in fp32" in warning
+    assert strategy.config.warnings == []
     for dtype in ("bf16", "fp16"):
         with pytest.raises(ValueError, match="contradicts reduce_bits=8"):
             ZeROStrategy(config=read(dtype))
@@ -228,23 +210,12 @@ def test_quantized_gradients_are_summed_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"zero_optimization": {"stag": 3}}, "'zero_optimization.stage'?"),
-        ({"zero_optimization": {"prefetch_bucket_size": 1}}, "stage3_prefetch_bucket_size'?"),
-        ({"fp16": {"loss_scal": 1}}, "'fp16.loss_scale'?"),
-    ],
-)
-def test_an_unknown_key_in_a_block_raises_with_the_nearest(
-    config: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match="unknown key") as caught:
-        Config.read(config)
-    assert words in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
         ({"zero_optimization": {"stage": 0}}, r"For stage 0, use Trainer\(strategy='ddp'\)"),
+        ({"zero_optimization": {"stag": 3}}, "Did you mean 'zero_optimization.stage'?"),
+        ({"fp16": {"loss_scal": 2}}, "Did you mean 'fp16.loss_scale'?"),
+        ({"zero_optimisation": {"stage": 3}}, "Did you mean 'zero_optimization'?"),
+        ({"stage": 3}, "Did you mean 'zero_optimization.stage'?"),
+        ({"gradient_clip": 1.0}, "Did you mean 'gradient_clipping'?"),
         ({"zero_optimization": True}, "Expected zero_optimization in .* an object"),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "one precision"),
         ({"bfloat16": {"enabled": 1}}, "bf16.enabled"),
@@ -271,8 +242,24 @@ def test_a_file_is_read_as_a_dictionary_is(tmp_path: Path) -> None:
         Config.read(path)
 
 
-def test_the_page_lists_every_key() -> None:
-    assert table() in (ROOT / "docs" / "deepspeed.md").read_text()
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_checkpoint_of_deepspeed_is_refused_with_two_commands(tmp_path: Path, depth: int) -> None:
+    folder = tmp_path / "x.ckpt"
+    place = folder / "checkpoint" if depth else folder
+    place.mkdir(parents=True)
+    (place / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    script = f"`python {folder}/zero_to_fp32.py {folder} weights --safe_serialization`"
+    uses = (
+        lambda: load_weights(BoringModel(), folder),
+        lambda: convert(folder, tmp_path / "y.ckpt"),
+        lambda: make_trainer("zero1", devices=1).fit(BoringModel(), ckpt_path=folder),
+    )
+    for use in uses:
+        with pytest.raises(ValueError, match="is a checkpoint by DeepSpeed") as e:
+            use()
+        assert script in str(e.value)
+        assert 'lightning_zero.load_weights(module, "weights")' in str(e.value)
+    assert main(["inspect", str(folder)]) == 1
 
 
 # ---------------------------------------------------------------------------- the strategy
