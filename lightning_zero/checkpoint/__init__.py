@@ -34,7 +34,6 @@ from lightning_zero.checkpoint.load import (
     read_file,
     refuse_deepspeed,
     rest_of,
-    unreadable,
 )
 from lightning_zero.checkpoint.module_state import (
     ModuleLoad,
