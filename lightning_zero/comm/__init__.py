@@ -33,7 +33,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.dry import DryCommunicator, DryHostCopies, dry_transport
 from lightning_zero.comm.mesh import Axis, Mesh
-from lightning_zero.comm.own_plan import cut_by_own_plan
+from lightning_zero.comm.own_plan import cut_by_own_plan, reads_parts
 from lightning_zero.comm.process_groups import default_group, default_world_size
 from lightning_zero.comm.rendezvous import enter_group
 from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_zero.comm.process_groups import kept
 from lightning_zero.plan import Cut
@@ -233,7 +234,7 @@ class DTensorForm:
         """Return the form of ``value``, which must be cut over the tensor-parallel ranks alone.
 
         Raises:
-            ValueError: It lies on other ranks, or is cut in another way than in equal parts.
+            ValueError: It lies on other ranks, or is neither split nor replicated.
         """
         own = mesh[TENSOR]
         if value.device_mesh != own:
@@ -243,26 +244,21 @@ class DTensorForm:
                 ' self.device_mesh["tensor_parallel"], and call no `fully_shard`.'
             )
         (placement,) = value.placements
-        # A subclass of `Shard` cuts in other places.
-        if type(placement) is not Shard and not isinstance(placement, Replicate):
+        if not isinstance(placement, (Shard, _StridedShard, Replicate)):
             raise ValueError(
                 f"Parameter {name!r} is placed as {placement}. Expected Shard(dim) or Replicate()."
-            )
-        if isinstance(placement, Shard) and value.shape[placement.dim] % own.size():
-            raise ValueError(
-                f"Parameter {name!r} of shape {tuple(value.shape)} cannot be cut in"
-                f" {own.size()} equal parts along dimension {placement.dim}. Choose sizes that"
-                " tensor_parallel_size divides."
             )
         return cls(own, placement, value.shape, value.stride())
 
     @property
     def cut(self) -> Cut | None:
         """How the values are cut; ``None`` if each rank has all of them."""
-        if not isinstance(self.placement, Shard):
+        if isinstance(self.placement, Replicate):
             return None
-        dim = self.placement.dim % len(self.shape)
-        return Cut(dim, self.mesh.get_local_rank(), self.mesh.size())
+        place: Any = self.placement
+        dim = place.dim % len(self.shape)
+        blocks = int(getattr(place, "split_factor", 1))
+        return Cut(dim, self.mesh.get_local_rank(), self.mesh.size(), self.shape[dim], blocks)
 
     def local(self, value: Any) -> Tensor:
         """Return this rank's part of ``value``, an ordinary tensor in memory of its own."""
@@ -292,7 +288,7 @@ class DTensorForm:
         whole = self.wrap(part)
         if torch.compiler.is_compiling():
             return whole  # compiled code keeps nothing
-        if part.shape == self.shape and isinstance(self.placement, Shard):
+        if part.shape == self.shape and self.cut is not None:
             return part  # an optimizer that steps all at once has the whole here
         # Not by a call, which would add a node to the graph.
         whole.__class__ = _ReadDTensor

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.comm import DTensorForm, cut_by_own_plan, is_dtensor
+from lightning_zero.comm import DTensorForm, cut_by_own_plan, is_dtensor, reads_parts
 from lightning_zero.parameters.guards import Guarded
 from lightning_zero.parameters.ownership import ownership_of
 from lightning_zero.plan import derived_class, original_class, set_cut
@@ -181,6 +181,8 @@ def _wrapped(name: str) -> property:
             return None
         if isinstance(parameter, Guarded):
             ownership_of(parameter).owner.touch([parameter])
+        if reads_parts(module):
+            return parameter
         return vars(module)[_FORMS][name].read(parameter)
 
     return property(read)

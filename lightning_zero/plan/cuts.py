@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,32 +18,67 @@ _ORIGINAL = "lightning_zero_original"
 
 @dataclass(frozen=True)
 class Cut:
-    """A parameter's equal parts along one dimension, of which this rank has one.
+    """The split of a parameter along one dimension over a tensor-parallel group.
+
+    Ranks get consecutive ranges as in ``torch.chunk``, so the last ones may hold less. A packed
+    weight (gate and up projection in one) is split block by block: each rank holds its range of
+    every block.
 
     Attributes:
         dim: The dimension.
         rank: This rank's number in its tensor-parallel group.
         size: The number of ranks in the group.
+        length: The whole parameter's size in that dimension.
+        blocks: The number of blocks that are split one by one.
     """
 
     dim: int
     rank: int
     size: int
+    length: int
+    blocks: int = 1
+
+    def ranges(self, rank: int) -> list[tuple[int, int]]:
+        """Return the start and stop of what ``rank`` holds of each block."""
+        found = []
+        for first, last in _chunks(0, self.length, self.blocks):
+            found.append(_chunks(first, last, self.size)[rank])
+        return found
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole, given that of a part."""
-        return tuple(n * self.size if dim == self.dim else n for dim, n in enumerate(shape))
+        return tuple(self.length if dim == self.dim else n for dim, n in enumerate(shape))
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor: a view, or read on use as the whole is."""
-        numel = whole.shape[self.dim] // self.size
-        if isinstance(whole, PartlyRead):
-            return whole.narrowed(self.dim, self.rank * numel, numel)
-        return whole.narrow(self.dim, self.rank * numel, numel)
+    def part_shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Return the shape of what ``rank`` holds, given that of the whole or of a part."""
+        length = sum(stop - start for start, stop in self.ranges(rank))
+        return tuple(length if dim == self.dim else n for dim, n in enumerate(shape))
+
+    def part_of(self, whole: Tensor, rank: int | None = None) -> Tensor:
+        """Return what ``rank``, by default this one, holds of a whole tensor: a view, if it can."""
+        ranges = self.ranges(self.rank if rank is None else rank)
+        if isinstance(whole, PartlyRead) and len(ranges) == 1:
+            ((start, stop),) = ranges
+            return whole.narrowed(self.dim, start, stop - start)
+        parts = [whole.narrow(self.dim, start, stop - start) for start, stop in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def whole_of(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor, given the parts of all ranks in their order."""
-        return torch.cat([*parts], self.dim)
+        if self.blocks == 1:
+            return torch.cat([*parts], self.dim)
+        split = [
+            torch.split(part, [stop - start for start, stop in self.ranges(rank)], self.dim)
+            for rank, part in enumerate(parts)
+        ]
+        return torch.cat([one for block in zip(*split, strict=True) for one in block], self.dim)
+
+
+def _chunks(first: int, last: int, count: int) -> list[tuple[int, int]]:
+    """Split a range as ``torch.chunk`` does, with empty ranges at the end."""
+    step = -(-(last - first) // count)
+    bounds = [min(first + step * number, last) for number in range(count + 1)]
+    return [*itertools.pairwise(bounds)]
 
 
 def cut_of(parameter: Any) -> Cut | None:

@@ -1,7 +1,8 @@
-"""Models of Transformers that are cut by plans of their own."""
+"""Models of Transformers that are split by the plans that they carry, against DDP."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,125 +12,152 @@ import torch.distributed as dist
 import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zero import ZeROStrategy
-from tests.oracle.by_trainer import make_trainer
+from lightning_zero import ZeROStrategy, grad_norm
+from tests.oracle.by_trainer import Stop, make_trainer
 from tests.oracle.ranks import Pools
-from tests.oracle.tensor_parallel import weights_of
+from tests.oracle.tensor_parallel import assert_like_ddp, weights_of
 
-_OF_BERT = {
-    **{f"encoder.layer.*.attention.self.{one}": "colwise" for one in ("query", "key", "value")},
-    "encoder.layer.*.attention.output.dense": "rowwise",
-    "encoder.layer.*.intermediate.dense": "colwise",
-    "encoder.layer.*.output.dense": "rowwise",
+WORDS = 24
+_SIZES = {
+    "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4, "v_head_dim": 4, "first_k_dense_replace": 1, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8,
+}  # fmt: skip
+_WINDOWS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "Qwen3": ("Qwen3Config", {}),
+    "Gemma3": ("Gemma3TextConfig", _WINDOWS),
+    "Phi3": ("Phi3Config", {}),
+    "Olmo2": ("Olmo2Config", {}),
+    "Glm4": ("Glm4Config", {}),
+    "Mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Qwen3Moe": ("Qwen3MoeConfig", {"num_experts": 4, **_EXPERTS}),
+    "DeepseekV3": ("DeepseekV3Config", _LATENT),
 }
-_OF_T5 = {
-    **{f"encoder.block.*.layer.0.SelfAttention.{one}": "colwise" for one in ("q", "k", "v")},
-    "encoder.block.*.layer.0.SelfAttention.o": "rowwise",
-    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias": "colwise",  # by heads
-    "encoder.block.*.layer.1.DenseReluDense.wi": "colwise",
-    "encoder.block.*.layer.1.DenseReluDense.wo": "rowwise",
-}
 
 
-class _Model(LightningModule):
+class Model(LightningModule):
     """A model that knows nothing of tensor parallelism."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, optimizer: str = "SGD") -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes = {
-            "vocab_size": 24, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-        }  # fmt: skip
-        self.kind, self.losses = kind, list[float]()
-        if kind == "Llama":
-            config = transformers.LlamaConfig(
-                **sizes, num_key_value_heads=2, tie_word_embeddings=True
-            )
-            self.net = transformers.LlamaForCausalLM(config)
-        elif kind == "T5":
-            config = transformers.T5Config(
-                vocab_size=24, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_heads=4,
-                dropout_rate=0.0,
-            )  # fmt: skip
-            self.net = transformers.T5EncoderModel(config)
-            self.net.tp_plan = _OF_T5
-        else:
-            still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-            config = transformers.BertConfig(**sizes, **still)
-            self.net = transformers.BertModel(config, add_pooling_layer=False)
-            self.net.tp_plan = _OF_BERT
+        name, own = MODELS[kind]
+        sizes = {**_SIZES}
+        if kind == "DeepseekV3":
+            del sizes["head_dim"]
+        config = getattr(transformers, name)(**{**sizes, **own})
+        self.net: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
+        self.optimizer, self.losses, self.norms = optimizer, list[float](), list[float]()
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         (text,) = batch
-        if self.kind == "Llama":
-            loss = self.net(input_ids=text, labels=text).loss
-        else:
-            loss = self.net(input_ids=text).last_hidden_state.abs().pow(3).mean()
+        loss = self.net(input_ids=text, labels=text).loss
         self.losses.append(loss.item())
         return loss
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(grad_norm(self)))
+
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+        if self.optimizer == "AdamW":
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def _fit(folder: str, kind: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
-    text = torch.randint(24, (24, 8), generator=torch.Generator().manual_seed(1))
-    model = _Model(kind)
+def _fit(
+    folder: str, kind: str, strategy: dict[str, Any] | None, path: str | None = None, **more: Any
+) -> dict[str, Any]:
+    text = torch.randint(3, WORDS, (24, 8), generator=torch.Generator().manual_seed(1))
+    model = Model(kind, more.pop("optimizer", "SGD"))
     chosen: Any = "ddp" if strategy is None else ZeROStrategy(**strategy)
-    trainer = make_trainer(
-        dist.get_world_size(), chosen, folder, max_steps=3, use_distributed_sampler=True
-    )
-    trainer.fit(model, DataLoader(TensorDataset(text), batch_size=2))
-    net: Any = model.net
-    return {
-        "losses": model.losses,
-        "weights": weights_of(model),
-        "cut": [n for n, p in model.named_parameters() if isinstance(p, DTensor)],
-        "tied": _are_tied(kind, net),
-    }
+    save = more.pop("save", None)
+    options = {"max_steps": 3, "use_distributed_sampler": True, "gradient_clip_val": 1.0}
+    options["callbacks"] = [Stop(save, 2)] if save else []
+    trainer = make_trainer(dist.get_world_size(), chosen, Path(folder), **{**options, **more})
+    trainer.fit(model, DataLoader(TensorDataset(text), batch_size=2), ckpt_path=path)
+    is_tied = model.net.lm_head.weight is model.net.model.embed_tokens.weight
+    assert is_tied == bool(model.net.config.tie_word_embeddings)
+    return {"losses": model.losses, "norms": model.norms, "weights": weights_of(model)}
 
 
-def _are_tied(kind: str, net: Any) -> bool:
-    if kind == "T5":
-        return net.shared.weight is net.encoder.embed_tokens.weight
-    return kind != "Llama" or net.lm_head.weight is net.model.embed_tokens.weight
+CUT: dict[str, Any] = {"stage": 3, "tensor_parallel_size": 2, "min_num_params": 0}
 
 
-_BLOCK = {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}}
+@pytest.mark.parametrize("kind", MODELS)
+def test_split_models_have_the_numbers_of_ddp(ranks: Pools, tmp_path: Path, kind: str) -> None:
+    """Two by two ranks at stage 3, and one by two at stage 1."""
+    for world, stage in ((4, 3), (2, 1)):
+        ddp = ranks(world // 2).run(_fit, str(tmp_path), kind, None)
+        found = ranks(world).run(_fit, str(tmp_path), kind, {**CUT, "stage": stage})
+        assert_like_ddp(found, ddp, 2e-5)
+        for rank, one in enumerate(found):
+            assert one["norms"] == pytest.approx(ddp[rank // 2]["norms"], rel=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "strategy", "num_cut"),
-    [
-        ("Llama", {"stage": 3, "tensor_parallel_size": 2, "min_num_params": 0}, 15),
-        ("Llama", {"config": _BLOCK}, 15),
-        ("Bert", {"stage": 3, "tensor_parallel_size": 2, "min_num_params": 0}, 24),
-        ("T5", {"stage": 3, "tensor_parallel_size": 2, "min_num_params": 0}, 13),
-    ],
-)
-def test_two_by_two_ranks_have_the_numbers_of_ddp(
-    ranks: Pools, tmp_path: Path, kind: str, strategy: dict[str, Any], num_cut: int
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Glm4"])
+def test_files_of_packed_weights_move_between_layouts(
+    ranks: Pools, tmp_path: Path, kind: str
 ) -> None:
-    ddp = ranks(2).run(_fit, str(tmp_path), kind, None)
-    for rank, one in enumerate(ranks(4).run(_fit, str(tmp_path), kind, strategy)):
-        assert one["losses"] == pytest.approx(ddp[rank // 2]["losses"], rel=2e-5)
-        assert one["tied"]
-        assert len(one["cut"]) == num_cut
-        for name, value in one["weights"].items():
-            torch.testing.assert_close(
-                value, ddp[0]["weights"][name], rtol=2e-5, atol=2e-5, msg=name
-            )
+    folder, path, whole = str(tmp_path), str(tmp_path / "cut.ckpt"), str(tmp_path / "ddp.ckpt")
+    more = {"optimizer": "AdamW"}
+    ranks(4).run(_fit, folder, kind, CUT, save=path, **more)
+    ranks(2).run(_fit, folder, kind, None, save=whole, **more)
+    ours, theirs = torch.load(path), torch.load(whole)
+    for name, value in theirs["state_dict"].items():
+        torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-4, atol=1e-4)
+    for number, state in theirs["optimizer_states"][0]["state"].items():
+        for name, value in state.items():
+            found = ours["optimizer_states"][0]["state"][number][name]
+            torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-4)
+    resumed = ranks(2).run(_fit, folder, kind, None, whole, **more)
+    runs = [(path, CUT, 4), (whole, CUT, 4), (path, {"stage": 2}, 2), (path, None, 2)]
+    for file, strategy, world in runs:
+        found = ranks(world).run(_fit, folder, kind, strategy, file, **more)
+        assert_like_ddp(found, resumed, 2e-4)
+
+
+def _copied(folder: str) -> tuple[float, float, float]:
+    """Return a model's loss, that of its copy, and the copy's after a change of the model."""
+    model = Model("Qwen3Moe")
+    text = torch.arange(16).view(2, 8) + 3
+    losses: list[float] = []
+
+    def compare() -> None:
+        copied = copy.deepcopy(model.net)
+        for net in (model.net, copied):
+            losses.append(net(input_ids=text, labels=text).loss.item())
+        with torch.no_grad():
+            for parameter in model.net.parameters():
+                parameter.zero_()
+        losses.append(copied(input_ids=text, labels=text).loss.item())
+
+    model.on_train_end = compare  # type: ignore[method-assign]
+    data = DataLoader(TensorDataset(torch.arange(16).view(2, 8) + 3), batch_size=2)
+    strategy = ZeROStrategy(stage=1, tensor_parallel_size=2)
+    make_trainer(2, strategy, Path(folder), max_steps=1).fit(model, data)
+    return losses[0], losses[1], losses[2]
+
+
+def test_a_deep_copy_has_its_own_forward(ranks: Pools, tmp_path: Path) -> None:
+    for original, copied, later in ranks(2).run(_copied, str(tmp_path)):
+        assert original == copied == later
 
 
 class _Odd(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(4, 4)
-        self.tp_plan = {"net": "moe_tp_experts"}
+        self.tp_plan = {"net": "colwise"}
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         return self.net(batch).sum()
@@ -147,6 +175,6 @@ def _refused(folder: str) -> str:
     return ""
 
 
-def test_a_word_without_a_style_is_refused(ranks: Pools, tmp_path: Path) -> None:
+def test_a_plan_that_transformers_cannot_resolve_is_refused(ranks: Pools, tmp_path: Path) -> None:
     for told in ranks(2).run(_refused, str(tmp_path)):
-        assert "The plan of _Odd has 'net': 'moe_tp_experts', for which torch has no style" in told
+        assert "_Odd has a `tp_plan`, but is no model of a Transformers version" in told
