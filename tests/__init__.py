@@ -4,3 +4,4 @@ import pytest
 
 for name in ("by_trainer", "models", "parity"):
     pytest.register_assert_rewrite(f"tests.oracle.{name}")
+pytest.register_assert_rewrite("tests.cases")

@@ -93,7 +93,7 @@ _CHECKPOINT = "lightning_zero.checkpoint"
 
 PLACES = {
     # A step.
-    "the setup": Place(f"{_ENGINE}.sharded_model:ShardedModel._build_units", 1, False),
+    "the setup": Place(f"{_ENGINE}.unit_builder:UnitBuilder._unit", 1, False),
     "the adoption of an optimizer": Place(f"{_ENGINE}.engine:OptimizerHooks", 1, False),
     "the start of a batch": Place("tests.oracle.faults:Module.on_train_batch_start", 2),
     "the user's forward": Place("tests.oracle.models:Block.forward", 5, False),

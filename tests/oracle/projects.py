@@ -143,16 +143,18 @@ def wired(way: str) -> Iterator[list[str]]:
 
 
 @dataclass
-class Run:
-    """The results of a run on one rank."""
+class Trace:
+    """What a run leaves behind on one rank."""
 
     params: dict[str, Tensor]
     metrics: dict[str, Tensor] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     notes: Any = None
+    files: list[str] = field(default_factory=list)
+    transport: str = ""
 
     @classmethod
-    def of(cls, module: nn.Module, trainer: Trainer | None = None, notes: Any = None) -> Run:
+    def of(cls, module: nn.Module, trainer: Trainer | None = None, notes: Any = None) -> Trace:
         """Copies of what the module, which must be whole, and the trainer hold."""
         state = {
             name: value.detach().clone()
@@ -163,6 +165,9 @@ class Run:
             k: v.detach().clone() for k, v in (trainer.callback_metrics if trainer else {}).items()
         }
         return cls(state, metrics, list(getattr(module, "losses", [])), notes)
+
+
+Run = Trace
 
 
 def fit(module: LightningModule, strategy: str | int | Strategy, **options: Any) -> Run:
@@ -205,7 +210,7 @@ def assert_like_ddp(
             _assert_same(run.metrics, expected.metrics, where, ulps, dtype)
             eps = max(1e-4, 8 * torch.finfo(dtype).eps if dtype else 0.0)
             for ours, theirs in ((run.losses, expected.losses), (run.notes, expected.notes)):
-                assert _is_close(ours, theirs, eps), f"{where}: {ours} is not {theirs}"
+                assert is_close(ours, theirs, eps), f"{where}: {ours} is not {theirs}"
 
 
 def _assert_same(
@@ -219,16 +224,16 @@ def _assert_same(
         assert distance <= ulps, f"{where}: {name} is off by {distance:.3g} ulps"
 
 
-def _is_close(one: Any, other: Any, eps: float) -> bool:
+def is_close(one: Any, other: Any, eps: float) -> bool:
     """Return whether nested values differ by rounding only."""
     if isinstance(other, Tensor):
         return isinstance(one, Tensor) and torch.allclose(one, other, rtol=eps, atol=eps / 10)
     if isinstance(other, float):
         return one == other or abs(one - other) <= eps / 10 + eps * abs(other)
     if isinstance(other, dict):
-        return list(one) == list(other) and all(_is_close(one[k], other[k], eps) for k in other)
+        return list(one) == list(other) and all(is_close(one[k], other[k], eps) for k in other)
     if isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(
-            _is_close(mine, its, eps) for mine, its in zip(one, other, strict=True)
+            is_close(mine, its, eps) for mine, its in zip(one, other, strict=True)
         )
     return bool(one == other)

@@ -1,0 +1,489 @@
+"""Loops: in any order, with their options, loaders, loggers, metrics and errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torchmetrics import CatMetric, MetricCollection, SumMetric
+from torchmetrics.classification import BinaryAccuracy
+from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
+
+from tests.oracle.models import Tied
+from tests.oracle.play import Player, case
+from tests.oracle.projects import Regression, Trace, rows
+
+VALIDATED = {"data": lambda: (rows(), rows(8, seed=1))}
+
+case("fit", Regression, "fit_and_validate", **VALIDATED, max_epochs=2, rests=True,
+     worlds=(1, 2, 3), stages=(1, 2, 3), transports=("windows", "point to point", "backend"))  # fmt: skip
+case("fit", Regression, "fit_in_mixed_precision", **VALIDATED, max_epochs=2, rests=True,
+     stages=(1, 2, 3), precisions=("bf16-mixed", "16-mixed", "bf16-true"))  # fmt: skip
+case("fit", Regression, "accumulate", **VALIDATED, max_epochs=2, accumulate_grad_batches=3, rests=True, ulps=16,
+     stages=(1, 2, 3, 2, 3, 3), settings=({}, {}, {}, {"accumulate": "local"}, {"accumulate": "local"}, {"reshard_after_forward": False}))  # fmt: skip
+case("fit", Regression, "cut_into_units", **VALIDATED, rests=True, stages=(3, 2, 3, 3),
+     settings=({"units": "auto"}, {"units": {nn.Linear, nn.LayerNorm}}, {"units": lambda m: bool(m._parameters)}, {"prefetch": 0}))  # fmt: skip
+case(
+    "fit", Regression, "save_and_resume", save_at=1, readers=("ddp", 1, 3), rests=True, max_epochs=2
+)
+case("fit", Regression, "save_and_resume_a_directory", save_at=1, readers=(1, 3), max_epochs=2,
+     settings=({"checkpoint": "dcp"},))  # fmt: skip
+
+
+@case("loops")
+def loops_in_any_order(play: Player) -> Trace:
+    """Every loop before and after every other, with one Trainer."""
+    module, notes = Regression(), []
+    trainer = play.trainer(max_epochs=1)
+
+    def note(*results: Any) -> None:
+        metrics = {k: v.detach().clone() for k, v in trainer.callback_metrics.items()}
+        notes.append([metrics, results])
+
+    note(trainer.test(module, rows(8, seed=2), verbose=False))
+    note(trainer.validate(module, rows(8, seed=1), verbose=False))
+    trainer.fit(module, rows(), rows(8, seed=1))
+    note(trainer.predict(module, rows(8, seed=3)))
+    note(trainer.validate(module, rows(8, seed=1), verbose=False))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, rows(), rows(8, seed=1))
+    for _ in range(2):
+        note(trainer.test(module, rows(8, seed=2), verbose=False))
+    return play.trace(module, trainer, notes)
+
+
+class TwoLoaders(Regression):
+    """Validates on two loaders, the second of which skips the head."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        value = self.net(batch[0]).mean() if dataloader_idx else self.loss(batch)
+        self.log("val", value, sync_dist=True)
+
+
+QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+for number, options in enumerate(
+    (
+        {"val_check_interval": 2, "limit_val_batches": 1},
+        {"fast_dev_run": 2},
+        {"overfit_batches": 2, "max_epochs": 2},
+        {"detect_anomaly": True, "limit_train_batches": 2},
+        {"inference_mode": False},
+        {"barebones": True, "log_every_n_steps": None, **dict.fromkeys(QUIET)},
+        {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2, "max_epochs": 2},
+        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
+    )
+):
+    two: Any = {"data": lambda: (rows(), [rows(8, seed=1), rows(4, seed=2)])}
+    case("loops", TwoLoaders, f"options_{number}", **two, **options)
+
+
+@case("loops")
+def trainers_and_strategies_in_turn(play: Player) -> Trace:
+    """A module that other Trainers have fitted, under DDP or sharded."""
+    module = Regression()
+    first = play.fit(module)
+    play.fit(module, strategy="ddp", max_steps=3)
+    play.fit(module, max_epochs=2)
+    return play.fit(module, notes=first.params)
+
+
+# -- inference mode, loaders, writers ---------------------------------------------------------------
+
+
+@contextmanager
+def inference_mode_under_gloo() -> Any:
+    """Lightning never enters inference mode over gloo; let it believe that there is no group."""
+    name = "lightning.pytorch.loops.utilities._distributed_is_initialized"
+    with mock.patch(name, return_value=False):
+        yield
+
+
+class NotesInference(Regression):
+    """Notes whether it is in inference mode; keeps an activation and a running buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.net.blocks[1].norm = nn.BatchNorm1d(6)
+        self.notes: list[Any] = []
+        self.kept: list[Tensor] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.notes.append([torch.is_inference_mode_enabled(), loss.is_inference(), loss.item()])
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.kept.append(self(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.notes.append([kept.sum().item() for kept in self.kept])
+        self.kept.clear()
+
+
+@case("loops")
+def inference_mode(play: Player) -> Trace:
+    """Every loop, with evaluation between training steps and before the first of them."""
+    module = NotesInference()
+    loaders = rows(16), rows(8, seed=1)
+    with inference_mode_under_gloo():
+        trainer = play.trainer(max_epochs=2, val_check_interval=2)
+        trainer.validate(module, loaders[1], verbose=False)
+        trainer.fit(module, *loaders)
+        trainer.test(module, loaders[1], verbose=False)
+        predictions = trainer.predict(module, loaders[1])
+        module.notes.append([[p.is_inference(), p.tolist()] for p in predictions])
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(module, *loaders)
+    assert [True] * 2 in [note[:2] for note in module.notes]
+    return play.trace(module, trainer)
+
+
+class Combined(Regression):
+    """Trains on a dictionary of loaders, validates on a sequence of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch["a"], batch_idx)
+        for other in ("b", "c"):
+            if batch[other] is not None:
+                loss = loss + self.loss(batch[other])
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+@case("loops")
+def combined_loaders(play: Player) -> Trace:
+    notes = []
+    for mode in ("max_size_cycle", "min_size", "max_size"):
+        train = {"a": rows(12), "b": rows(8, seed=1), "c": rows(4, batch_size=1, seed=2)}
+        validation = CombinedLoader([rows(8, seed=3), rows(4, seed=4)], "sequential")
+        trace = play.fit(Combined(), CombinedLoader(train, mode), validation, max_epochs=2)
+        notes.append([trace.params, trace.metrics, trace.losses])
+    assert [len(losses) for _, _, losses in notes] == [6, 4, 6]
+    return Trace({}, notes=notes)
+
+
+class Writer(BasePredictionWriter):
+    """Writes what it is given into one file per rank."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("batch_and_epoch")
+        self.folder = folder
+
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, *at: Any
+    ) -> None:
+        name = f"{trainer.global_rank} {at[-1]} {at[-2]}.pt"
+        torch.save([prediction, indices], self.folder / name)
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        torch.save([predictions, indices], self.folder / f"{trainer.global_rank} all.pt")
+
+
+class PredictsFromTwo(Regression):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return super().predict_step(batch, batch_idx) + dataloader_idx
+
+
+@case("loops")
+def what_is_written(play: Player) -> Trace:
+    """A prediction writer's files, and those of a logger."""
+    module, path = PredictsFromTwo(), play.folder
+    trainer = play.trainer(callbacks=[Writer(path)], logger=CSVLogger(path, "log", ""))
+    with inference_mode_under_gloo():
+        trainer.predict(module, [rows(8), rows(4, seed=1)], return_predictions=False)
+        trainer.fit(module, rows(), rows(8, seed=1))
+        trainer.predict(module, [rows(8), rows(4, seed=1)])
+        trainer.test(module, rows(8, seed=2), verbose=False)
+    trainer.strategy.barrier()
+    written = {file.name: torch.load(file) for file in sorted(path.glob("*.pt"))}
+    header, *log = (path / "log" / "metrics.csv").read_text().splitlines()
+    numbers = [[float(cell) if cell else "" for cell in line.split(",")] for line in log]
+    assert (len(written), len(numbers)) == (2 * (2 + 1 + 1), 4 + 1 + 1)
+    return play.trace(module, trainer, [list(written.items()), header, numbers])
+
+
+# -- what is computed over the ranks ---------------------------------------------------------------
+
+
+class Measured(Regression):
+    """Holds metrics of every kind, and logs and computes them in every way."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.train_mse = MeanSquaredError()
+        kinds = {"mae": MeanAbsoluteError(), "mse": MeanSquaredError()}
+        self.val = MetricCollection(kinds, prefix="val_")
+        self.positive = BinaryAccuracy()
+        # Metrics that are kept in checkpoints, one with a state that grows, one with a scalar.
+        self.seen, self.largest = SumMetric(), CatMetric()
+        self.seen.persistent(True)
+        self.largest.persistent(True)
+        self.notes: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        predicted = self(x)
+        self.train_mse(predicted, y)
+        self.log("train_mse", self.train_mse, on_step=True, on_epoch=True)
+        self.seen.update(torch.ones(len(x)) * (1 + self.global_rank))
+        self.largest.update(predicted.detach().max())
+        self.notes.append(self.positive(predicted[:, 0], (y[:, 0] > 0).long()).item())
+        loss = F.mse_loss(predicted, y)
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.notes.append([self.positive.compute().item(), self.seen.compute().item()])
+        self.notes.append(sorted(self.largest.compute().tolist()))
+        self.positive.reset()
+        self.notes.append([self.positive.update_called, str(self.seen.device)])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val.update(self(batch[0]), batch[1])
+        self.log_dict(self.val, on_epoch=True)
+
+
+@case("metrics")
+def torchmetrics_and_a_checkpoint(play: Player) -> Trace:
+    """Metrics go on where the checkpoint left them."""
+    module, path = Measured(), str(play.folder / "one.ckpt")
+    data = rows(20, batch_size=3), rows(8, seed=1)
+    trainer = play.trainer(max_epochs=2)
+    trainer.fit(module, *data)
+    trainer.save_checkpoint(path)
+    state = torch.load(path)["state_dict"]
+    kept = {k: v for k, v in sorted(state.items()) if k.startswith(("seen", "larg"))}
+    resumed = Measured()
+    trace = play.fit(resumed, *data, max_epochs=3, ckpt_path=path)
+    trace.notes = [module.notes, kept, resumed.notes]
+    assert list(kept) == ["largest.value", "seen.sum_value"]
+    return trace
+
+
+class Logging(Regression):
+    """Logs what differs between ranks and batches, reduced in every way."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        value = torch.tensor(float(10**self.global_rank + batch_idx))
+        for reduce_fx in ("mean", "sum", "min", "max", torch.max):
+            name = reduce_fx if isinstance(reduce_fx, str) else "function"
+            for on_epoch in (False, True):
+                how: dict[str, Any] = {"on_step": not on_epoch, "on_epoch": on_epoch}
+                how |= {"sync_dist": reduce_fx is not torch.max, "batch_size": 1 + batch_idx}
+                self.log(f"{name} {on_epoch}", value, reduce_fx=reduce_fx, **how)
+        self.log("weight", self.head.weight.norm(), sync_dist=True)
+        self.log("int", batch_idx, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        self.log("rank 0 only", value, rank_zero_only=True)
+        both = {"both": loss, "twice": 2 * loss}
+        self.log_dict(both, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("end", float(self.global_rank), sync_dist=True)
+
+
+case("metrics", Logging, **VALIDATED, max_epochs=2)
+
+
+class Contrastive(Regression):
+    """A loss over all ranks' outputs, whose gradients flow to each; and parameters gathered."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.notes: list[Any] = []
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():  # Lightning calls a function that torch 2.13 deprecates
+            warnings.simplefilter("ignore", FutureWarning)
+            return super().all_gather(*args, **kwargs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        every = self.all_gather(F.normalize(self(x)), sync_grads=True)
+        self.notes.append([list(every.shape), every.requires_grad])
+        with torch.no_grad():
+            others = self.all_gather({"y": y, "n": [batch_idx], "w": self.head.weight.detach()})
+        self.notes.append([others["y"], others["n"][0], others["w"]])
+        targets = F.normalize(others["y"].flatten(0, 1))
+        loss = (every.flatten(0, 1) @ targets.T).logsumexp(0).mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.notes.append([float(p.grad.norm()) for p in self.parameters()])
+
+    def on_train_epoch_end(self) -> None:
+        strategy, rank = self.trainer.strategy, self.global_rank
+        value = torch.tensor([1.0 + rank, -1.0])
+        self.notes += [
+            strategy.reduce(value.clone()).tolist(),
+            strategy.reduce(value.clone(), reduce_op="sum").tolist(),
+            strategy.reduce({"a": value.clone()}, reduce_op="mean")["a"].tolist(),
+            strategy.reduce(value.clone(), reduce_op="max").tolist(),
+            strategy.broadcast({"rank": rank, "value": value}, src=1),
+            strategy.broadcast(value.clone()).tolist(),
+            [strategy.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)],
+            strategy.reduce_boolean_decision(True),
+            self.all_gather(value).tolist(),
+            [strategy.is_global_zero, strategy.global_rank, strategy.world_size],
+        ]
+        strategy.barrier("here")
+
+
+case("metrics", Contrastive, max_epochs=2)
+
+
+# -- errors, and the module afterwards -------------------------------------------------------------
+
+
+class Gloomy(Regression):
+    """Raises in one training step, or returns no loss."""
+
+    def __init__(self, ending: str) -> None:
+        super().__init__()
+        self.ending = ending
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2 and self.ending == "raise":
+            raise ArithmeticError(f"rank {self.global_rank} gave up")
+        return None if batch_idx == 1 and self.ending == "skip" else loss
+
+
+@case("errors")
+def an_exception_on_all_ranks(play: Player) -> Trace:
+    """The module trains on, as an ordinary one."""
+    module = Gloomy("raise")
+    with pytest.raises(ArithmeticError, match="gave up"):
+        play.fit(module)
+    first = play.trace(module)
+    assert all(type(parameter) is Parameter for parameter in module.parameters())
+    module.ending = ""
+    return play.fit(module, notes=first.params)
+
+
+case("errors", lambda: Gloomy("skip"), "no_loss_on_one_device", worlds=(1,), stages=(2, 3))
+
+
+@case("errors")
+def no_loss_on_all_ranks(play: Player) -> Trace:
+    module = Gloomy("skip")
+    with pytest.raises(RuntimeError, match="by returning None in distributed training is not"):
+        play.fit(module)
+    first = play.trace(module)
+    module.ending = ""
+    return play.fit(module, notes=first.params)
+
+
+@case("fit", stages=(1, 2, 3))
+def the_module_after_fit(play: Player) -> Trace:
+    """It is whole and ordinary: a copy, a pickle and a file of it train."""
+    module = Regression()
+    parameters = list(module.parameters())
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+    trace = play.fit(module)
+    assert all(ours is theirs for ours, theirs in zip(module.parameters(), parameters, strict=True))
+    for parameter in parameters:
+        assert type(parameter) is Parameter
+        assert parameter.is_contiguous()
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert play.is_ddp or parameter.grad is None
+        assert not parameter._post_accumulate_grad_hooks
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    copies = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+    trace.notes = []
+    for twin in (*copies, torch.load(file, weights_only=False)):
+        twin.zero_grad()
+        twin(torch.ones(2, 6)).sum().backward()
+        trace.notes.append([parameter.grad for parameter in twin.parameters()])
+        pairs = zip(twin.state_dict().values(), module.state_dict().values(), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    return trace
+
+
+class Bare(LightningModule):
+    """No parameters, and nothing to train."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("total", batch[0].sum(), sync_dist=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch[0].sum().item()
+
+
+@case("loops", settings=({"units": "auto"},))
+def a_module_without_parameters(play: Player) -> Trace:
+    trainer, data = play.trainer(), rows(8)
+    totals = [run(Bare(), data, verbose=False) for run in (trainer.validate, trainer.test)]
+    return Trace({}, notes=[totals, trainer.predict(Bare(), data)])
+
+
+class Gated(torch.autograd.Function):
+    """Scales values; the scale gets a gradient only on request."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, scale: Tensor, has_grad: bool) -> Tensor:
+        ctx.save_for_backward(values, scale)
+        ctx.has_grad = has_grad
+        return values * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, scale = ctx.saved_tensors
+        return grad * scale, (grad * values).sum(0) if ctx.has_grad else None, None
+
+
+class Sometimes(Regression):
+    """Steps in which all ranks have a gradient for the scale, one has, and none has."""
+
+    def __init__(self) -> None:
+        super().__init__(0.01, lambda p, lr: torch.optim.SGD(p, lr, 0.5, weight_decay=0.5))
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        has_grad = batch_idx == 0 or (batch_idx == 1 and self.global_rank == 0)
+        return Gated.apply(self(batch[0]), self.scale, has_grad).pow(2).sum()  # type: ignore[no-any-return]
+
+
+for steps in (1, 2):
+    case("fit", Sometimes, f"no_gradient_on_some_ranks_{steps}", accumulate_grad_batches=steps,
+         max_steps=3, ulps=8 * (steps - 1))  # fmt: skip
+
+
+class Language(Regression):
+    """A tied model on tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = Tied(), nn.Identity()
+
+    def loss(self, batch: Any) -> Tensor:
+        text = (batch[0].abs() * 4).long() % 11
+        return F.cross_entropy(self.net(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+case("fit", Language, rests=True, stages=(1, 2, 3))

@@ -1,0 +1,378 @@
+"""One runner of all cases: what users do, under DDP and under every way of sharding.
+
+A case is declared in `tests/cases`, most by a module and options, some by a function:
+
+    case("loops", Regression, max_epochs=2)          # fits; params, losses, metrics are DDP's
+
+    @case("loops")
+    def two_trainers(play: Player) -> Trace:         # whatever a user may write
+        first = play.fit(module := Regression())
+        return play.fit(module, notes=first.params)
+
+`tests/test_cases.py` plays each: DDP once for each world size and precision, and the ways that
+`Case.ways` generates. Ranks compare by themselves and return what differs. Observed in each way:
+
+- the transport that was taken is that of the way;
+- parameters, buffers, losses, metrics, notes and written files are DDP's, in fp32 to the bit;
+- between steps a rank holds the bytes that were predicted, and no gathered weights;
+- where a case has `save_at`, its `readers` resume from the file and end where DDP does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero import ZeROStrategy
+from tests.oracle.models import Block
+from tests.oracle.parity import distance_in_ulps
+from tests.oracle.projects import WAYS, Trace, is_close, make_trainer, rows, wired
+
+TRANSPORTS = tuple(WAYS)
+DTYPES = {
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+    "bf16-mixed": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "16-mixed": torch.float16,
+    "16-true": torch.float16,
+}
+"""The dtype whose roundings count in each precision."""
+UNUSED = "ddp_find_unused_parameters_true"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a case is run: `strategy` is a stage, or a name of Lightning's."""
+
+    strategy: str | int
+    world: int = 2
+    precision: str = "32-true"
+    transport: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        stage = f"stage {self.strategy}" if isinstance(self.strategy, int) else self.strategy
+        more = [f"{name}={value}" for name, value in self.settings.items()]
+        return ", ".join([stage, self.precision, *([self.transport] * (self.world > 1)), *more])
+
+
+@dataclass
+class Case:
+    """What a user does.
+
+    Attributes:
+        feature: The feature that it belongs to, for the table of covered pairs.
+        name: Unique among all.
+        module: Makes the module that is fitted; unused by a `loop` that is a function.
+        loop: "trainer", or a function of a `Player` that does everything.
+        options: Of the Trainer; `callbacks` and `data` are functions that make them.
+        moments: Functions of (trainer, module) by hook; what they return is noted.
+        stages, worlds, precisions, transports: Each value of each occurs in a way.
+        settings: Of the strategy: one dictionary, or several of which each occurs in a way.
+        ddp: Lightning's strategy that it is held against.
+        save_at: The number of epochs after which it saves.
+        readers: Who goes on from there: stages, or "ddp".
+        ulps: How far parameters and buffers may be off, in roundings of the largest value.
+        rests: Whether resting bytes are as predicted, and nothing is gathered between steps.
+        by_hand: Whether notes alone are compared.
+    """
+
+    feature: str
+    name: str
+    module: Callable[[], LightningModule] | None = None
+    loop: str | Callable[[Player], Trace] = "trainer"
+    options: dict[str, Any] = field(default_factory=dict)
+    moments: dict[str, Callable[[Trainer, Any], Any]] = field(default_factory=dict)
+    stages: Sequence[int] = ()
+    worlds: Sequence[int] = (2,)
+    precisions: Sequence[str] = ("32-true",)
+    transports: Sequence[str] = ()
+    settings: Sequence[Mapping[str, Any]] = ({},)
+    ddp: str = "ddp"
+    save_at: int = 0
+    readers: Sequence[str | int] = ()
+    ulps: float = 0.0
+    rests: bool = False
+    number: int = 0
+
+    def ways(self, world: int) -> list[Way]:
+        """Return ways that have each value of each dimension once, at least, for this world.
+
+        Where stages or transports are not given, they go round from case to case.
+        """
+        stages = self.stages or (3, 1 + self.number % 2)
+        transports = self.transports or [TRANSPORTS[(self.number + i) % 3] for i in range(2)]
+        if world == 1:
+            transports = transports[:1]
+        at = self.worlds.index(world)
+        precisions = self.precisions
+        if len(self.worlds) > 1 and len(precisions) == len(self.worlds):
+            precisions = precisions[at : at + 1]
+        dimensions = (stages, precisions, transports, self.settings)
+        num = max(map(len, dimensions))
+        picked = [[values[i % len(values)] for i in range(num)] for values in dimensions]
+        return [
+            Way(stage, world, precision, transport, settings)
+            for stage, precision, transport, settings in zip(*picked, strict=True)
+        ]
+
+
+CASES: dict[str, Case] = {}
+"""All cases that the imported modules of `tests/cases` have declared, by name."""
+
+
+def case(feature: str, module: Any = None, name: str = "", **given: Any) -> Any:
+    """Declare a case; as a decorator, one whose loop is the function.
+
+    What is no field of `Case` is an option of the Trainer.
+    """
+    fields = {key: given.pop(key) for key in list(given) if key in Case.__dataclass_fields__}
+
+    def declare(name: str, **more: Any) -> None:
+        assert name not in CASES, f"two cases are called {name}"
+        CASES[name] = Case(feature, name, options=given, number=len(CASES), **fields, **more)
+
+    if module is not None:
+        return declare(name or module.__name__, module=module)
+
+    def decorate(function: Callable[[Player], Trace]) -> Callable[[Player], Trace]:
+        declare(name or function.__name__, loop=function)
+        return function
+
+    return decorate
+
+
+# ---------------------------------------------------------------------------- on the ranks
+
+
+class Player:
+    """What a case's function uses in place of Lightning's names: one way, and a folder for it."""
+
+    def __init__(self, case: Case, way: Way, folder: Path) -> None:
+        self.case, self.way, self.folder = case, way, folder
+        self.is_ddp = not isinstance(way.strategy, int)
+        self.rank = dist.get_rank()
+        self.problems: list[str] = []
+
+    def strategy(self, **settings: Any) -> Any:
+        """Return the strategy of this way; its units are the blocks."""
+        if self.is_ddp:
+            return self.way.strategy
+        how = {"units": {Block}, **self.way.settings, **settings}
+        return ZeROStrategy(self.way.strategy, **how)  # type: ignore[arg-type]
+
+    def trainer(self, strategy: Any = None, **options: Any) -> Trainer:
+        """Return a quiet Trainer over all ranks."""
+        given = {**self.case.options, **options}
+        given.pop("data", None)
+        callbacks = given.pop("callbacks", None)
+        listed = callbacks() if callable(callbacks) else list(callbacks or ())
+        if self.case.rests and not self.is_ddp:
+            listed = [_Rests(self.problems), *listed]
+        if self.way.precision == "16-mixed":
+            # On CPU the Trainer itself would turn this precision into "bf16-mixed".
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+            given.setdefault("plugins", [MixedPrecision("16-mixed", "cpu", scaler)])
+        else:
+            given.setdefault("precision", self.way.precision)
+        given.setdefault("default_root_dir", str(self.folder))
+        given.setdefault("devices", self.way.world)
+        chosen = self.strategy() if strategy is None else strategy
+        return make_trainer(chosen, callbacks=listed, **given)
+
+    def fit(
+        self,
+        module: Any,
+        *data: Any,
+        ckpt_path: Any = None,
+        notes: Any = None,
+        strategy: Any = None,
+        **options: Any,
+    ) -> Trace:
+        """Fit on the case's data, or on `data`, and return what is left."""
+        make_data = options.pop("data", None) or self.case.options.get("data")
+        loaders = data or (make_data() if make_data else (rows(),))
+        trainer = self.trainer(strategy, **options)
+        trainer.fit(module, *loaders, ckpt_path=ckpt_path)
+        return self.trace(module, trainer, notes)
+
+    def trace(self, module: nn.Module, trainer: Trainer | None = None, notes: Any = None) -> Trace:
+        """Return what the module, which must be whole, the Trainer and the user hold."""
+        return Trace.of(module, trainer, getattr(module, "notes", None) if notes is None else notes)
+
+    def fabric(self, **settings: Any) -> Fabric:
+        """Return a launched Fabric over all ranks."""
+        how = {"units": {Block}, **self.way.settings, **settings}
+        ours = None if self.is_ddp else lightning_zero.fabric.ZeROStrategy(self.way.strategy, **how)  # type: ignore[arg-type]
+        strategy: Any = ours or self.way.strategy
+        precision: Any = self.way.precision
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = Fabric("cpu", devices=self.way.world, strategy=strategy, precision=precision)
+        made.launch()
+        return made
+
+
+class _Moments(Callback):
+    """Calls a function in each of some hooks and notes what it returns."""
+
+    def __init__(self, moments: Mapping[str, Callable[[Trainer, Any], Any]]) -> None:
+        self.notes: list[Any] = []
+        for hook, use in moments.items():
+            setattr(self, hook, functools.partial(self._note, use))
+
+    def _note(
+        self, use: Callable[[Trainer, Any], Any], trainer: Trainer, module: Any, *_: Any
+    ) -> None:
+        if (seen := use(trainer, module)) is not None:
+            self.notes.append(seen)
+
+
+class _Saves(Callback):
+    """Saves at the end of an epoch."""
+
+    def __init__(self, path: str, at: int) -> None:
+        self.path, self.at = path, at
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.current_epoch + 1 == self.at:
+            trainer.save_checkpoint(self.path)
+
+
+def by_trainer(play: Player) -> Trace:
+    """Fit the case's module; save in the middle, and let the readers go on from there."""
+    case = play.case
+    assert case.module is not None
+
+    def fit(strategy: Any = None, path: Any = None) -> Trace:
+        assert case.module is not None
+        moments = _Moments(case.moments)
+        makes = case.options.get("callbacks", list)
+        callbacks = [*makes(), moments]
+        if case.save_at and path is None:
+            callbacks.append(_Saves(str(play.folder / "mid.ckpt"), case.save_at))
+        trace = play.fit(case.module(), callbacks=callbacks, ckpt_path=path, strategy=strategy)
+        if moments.notes:
+            trace.notes = [trace.notes, moments.notes]
+        return trace
+
+    trace = fit()
+    if not play.is_ddp:
+        for reader in case.readers:
+            strategy = case.ddp if reader == "ddp" else ZeROStrategy(reader, units={Block})  # type: ignore[arg-type]
+            resumed = fit(strategy, str(play.folder / "mid.ckpt"))
+            far = differences(Trace(resumed.params), Trace(trace.params), case.ulps, None)
+            play.problems += [f"resumed by {reader}: {text}" for text in far]
+    return trace
+
+
+class _Rests(Callback):
+    """Compares what a rank holds between steps with the prediction."""
+
+    is_done = False
+
+    def __init__(self, problems: list[str]) -> None:
+        self.monitor, self.problems = lightning_zero.MemoryMonitor(), problems
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.monitor.on_fit_start(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self.monitor.on_train_batch_start(trainer, *args)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.monitor.on_train_batch_end(trainer, *args)
+        if trainer.global_step == 2 and not self.is_done:
+            self.is_done = True  # once: of gradients that are accumulated less is held later
+            self.problems += [f"at rest, {text}" for text in self.monitor.differences]
+
+
+def play(case: Case, way: Way, folder: Path) -> tuple[Trace, list[str]]:
+    """Run a case in one way; return what it leaves, and what the observers find wrong."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    player = Player(case, way, folder)
+    loop = by_trainer if case.loop == "trainer" else case.loop
+    assert callable(loop)
+    context: Any = contextlib.nullcontext([]) if player.is_ddp else wired(way.transport)
+    with context as taken:
+        trace = loop(player)
+    trace.transport = taken[0] if taken else ""
+    dist.barrier()
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*")]
+    trace.files = sorted(name for name in names if ".ckpt/" not in name)  # of directories, the name
+    return trace, player.problems
+
+
+def play_all(module: str, name: str, world: int, folder: str) -> list[str]:
+    """Play a case in all its ways and return what differs from DDP on this rank."""
+    importlib.import_module(module)
+    case = CASES[name]
+    expected: dict[str, Trace] = {}
+    found = []
+    for number, way in enumerate(case.ways(world)):
+        try:
+            if way.precision not in expected:
+                under = Way(case.ddp, world, way.precision)
+                expected[way.precision], _ = play(case, under, Path(folder) / way.precision)
+            trace, problems = play(case, way, Path(folder) / str(number))
+        except BaseException as error:
+            raise RuntimeError("\n".join([f"{name}, {way}: {error}", *found])) from error
+        target = expected[way.precision]
+        dtype = DTYPES[way.precision]
+        # Gloo sums three ranks' numbers in another order.
+        least = 0 if dtype.itemsize >= 4 and world < 3 else 16
+        far = differences(trace, target, max(case.ulps, least), dtype)
+        found += [f"{way}: {text}" for text in (*problems, *far)]
+    return found
+
+
+def differences(
+    ours: Trace, theirs: Trace, ulps: float, dtype: torch.dtype | None
+) -> Iterator[str]:
+    """Say where a trace is not another."""
+    for mine, its in ((ours.params, theirs.params), (ours.metrics, theirs.metrics)):
+        if list(mine) != list(its):
+            yield f"has {list(mine)}, not {list(its)}"
+            continue
+        for name, target in its.items():
+            value = mine[name]
+            if (value.shape, value.dtype) != (target.shape, target.dtype):
+                yield f"{name} is {value.dtype} {value.shape}, not {target.dtype} {target.shape}"
+                continue
+            narrow = dtype if dtype and dtype.itemsize < 4 and dtype != target.dtype else None
+            if (distance := distance_in_ulps(value, target, narrow)) > ulps:
+                yield f"{name} is off by {distance:.3g} ulps"
+    eps = max(1e-4, 8 * torch.finfo(dtype).eps if dtype else 0.0)
+    if not is_close(ours.losses, theirs.losses, eps):
+        yield f"losses are {ours.losses}, not {theirs.losses}"
+    if not is_close(ours.notes, theirs.notes, eps):
+        yield f"notes are {_short(ours.notes)}, not {_short(theirs.notes)}"
+    if ours.files != theirs.files:
+        yield f"files are {ours.files}, not {theirs.files}"
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.2000}"
+
+
+def clones(tensors: Iterator[Tensor] | Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors, for notes."""
+    return [tensor.detach().clone() for tensor in tensors]
