@@ -1,7 +1,7 @@
 """Train, and predict, with less memory than the model needs: a limit that the script sets.
 
 python examples/beyond_memory.py train                  # weights and optimizer states in files
-python examples/beyond_memory.py predict                # weights stay in their checkpoint
+python examples/beyond_memory.py predict                # weights in files
 python examples/beyond_memory.py train --in-memory      # runs out of memory
 
 The limit applies to the process's private memory, not to memory-mapped files, which the system

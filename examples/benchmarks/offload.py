@@ -12,7 +12,7 @@ Each round measures, one after the other:
 * ``disk reads and writes``: twice the model's bytes, as for AdamW's states, read and written at the
   same time, by two threads each.
 * ``compute``: a forward with weights in memory, by default of 1 and of 512 tokens.
-* ``stream``: the same with weights read from their checkpoint, which was dropped from the page
+* ``stream``: the same with weights read from scratch files, which were dropped from the page
   cache. The limit is the larger of the disk's time and the computation's.
 * ``step in memory``, ``step with states in files``, ``step in files``: an AdamW step over all
   elements. The limit is the larger of the time of a step in memory and the disk's time to read and
@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import functools
 import itertools
 import os
@@ -52,7 +53,7 @@ from disk_contenders import Contender
 from machine import description
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint import ModuleLoad, read_safetensors, write_safetensors
+from lightning_zero.checkpoint import load_module_state, read_safetensors, write_safetensors
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import States, UnitStep
 from lightning_zero.parameters import follow_again, stop_following
@@ -123,20 +124,19 @@ class Disk:
             list(threads.map(some, *zip(*ways, strict=True)))
 
 
-def forget(path: Path) -> None:
-    """Drop a file from the page cache."""
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(file)
+def forget(masters: Iterable[Tensor]) -> None:
+    """Drop mapped files from memory."""
+    page_out = 21  # MADV_PAGEOUT, of Linux 5.4; not in Python's mmap
+    for master in masters:
+        place, nbytes = ctypes.c_void_p(master.data_ptr()), ctypes.c_size_t(master.nbytes)
+        ctypes.CDLL(None).madvise(place, nbytes, page_out)
 
 
 def streaming(path: Path, settings: Settings, width: int, depth: int) -> Engine:
-    """Return an engine whose weights stay in the file."""
-    module = model(width, depth)
-    load = ModuleLoad(module, lambda: None)
-    load.call(read_safetensors(path), strict=True)
-    return Engine(module, settings, sources=load.take_sources())
+    """Return an engine that has copied the weights to scratch files."""
+    engine = Engine(model(width, depth), settings)
+    load_module_state(engine.module, engine, read_safetensors(path))
+    return engine
 
 
 class Stepping:
@@ -213,7 +213,7 @@ class Rounds:
 
 
 class Predictions:
-    """Forwards with weights in memory, and with weights read from their file."""
+    """Forwards with weights in memory, and with weights read from files."""
 
     def __init__(self, folder: str, width: int, depth: int, tokens: Sequence[int]) -> None:
         self._path = Path(folder) / "weights.safetensors"
@@ -235,7 +235,7 @@ class Predictions:
             compute = functools.partial(forward, self._whole, tokens)
             stream = functools.partial(forward, self._stream.module, tokens)
             rounds.note(f"compute, {count} tokens", compute)
-            forget(self._path)
+            forget(flat.master for flat in self._stream.sharded.flats)
             rounds.note(f"stream, {count} tokens", stream)
             rounds.note_other("accelerate", f"accelerate, {count} tokens", str(count))
 

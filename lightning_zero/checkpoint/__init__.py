@@ -36,7 +36,6 @@ from lightning_zero.checkpoint.load import (
     rest_of,
 )
 from lightning_zero.checkpoint.module_state import (
-    ModuleLoad,
     holds,
     load_module_state,
     module_state,

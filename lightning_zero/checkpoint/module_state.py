@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.checkpoint.cut_values import joined
-from lightning_zero.checkpoint.unread import SMALL_BYTES
 from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
 from lightning_zero.checkpoint.values.sharded_value import ShardedValue
 from lightning_zero.comm import Communicator
@@ -29,7 +28,6 @@ from lightning_zero.parameters import Piece, loading_whole
 from lightning_zero.plan import cut_of
 from lightning_zero.tensors import (
     internals,
-    lasting_tensors,
     properties,
     runs_outside,
     tensors_in,
@@ -48,7 +46,6 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
     """
     engine.require_whole()
     engine.sharded.keep_edits()
-    engine.sharded.load_masters()
     state = module.state_dict(keep_vars=True)
     values: dict[int, ShardedValue] = {}
     for key, value in state.items():
@@ -120,8 +117,7 @@ class ModuleLoad(TorchFunctionMode):
     may, sees what was copied to it so far.
 
     1. :meth:`call`.
-    2. :meth:`take_sources`, for an engine that is created only now and reads weights from the file.
-    3. :meth:`make`.
+    2. :meth:`make`.
 
     Args:
         module: The module, or a submodule.
@@ -152,23 +148,6 @@ class ModuleLoad(TorchFunctionMode):
                 # torch would report it as the failure of whatever it was copying.
                 if self._failure is not None:
                     raise self._failure
-
-    def take_sources(self) -> dict[int, LazyTensor]:
-        """Return where to read each parameter from, by ``id``, and drop the noted copies to them.
-
-        Unless every parameter is in a file or small, return ``{}`` and keep all copies.
-        """
-        found = {name: _source(value) for name, value, _ in self._noted}
-        wanted = dict(self._module.named_parameters())
-        sources = {
-            id(parameter): source
-            for name, parameter in wanted.items()
-            if (source := found.get(name)) is not None and source.shape == parameter.shape
-        }
-        if len(sources) < len(wanted):
-            return {}
-        self._noted = [one for one in self._noted if one[0] not in wanted]
-        return sources
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -203,8 +182,6 @@ class ModuleLoad(TorchFunctionMode):
                     value.check()
             _copy(pairs)
             return
-        if any(isinstance(target, nn.Parameter) for target, _ in pairs):
-            engine.sharded.load_masters()
         is_all = {*dict(engine.module.named_parameters())} <= {name for name, _, _ in noted}
         with engine.sharded.writing(), engine.loading("Loading weights", heals=is_all):
             _copy(pairs)
@@ -224,16 +201,3 @@ def _version_of(value: Any) -> int:
 
 
 _HARMLESS = properties.METADATA | properties.FACTS
-
-
-def _source(value: Any) -> LazyTensor | None:
-    """Return a loaded value to be read on every use; ``None`` if it takes memory or was changed."""
-    if isinstance(value, LazyTensor):
-        return value if value.value is None else None
-    if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
-        return None
-    if value.nbytes > SMALL_BYTES:
-        return None
-    with lasting_tensors():
-        flat = value.to("cpu", copy=True).contiguous().view(-1)
-    return LazyTensor.joined(lambda: [(flat, 0, len(flat))], value.shape, value.dtype)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -52,7 +52,7 @@ from lightning_zero.optimizer import (
 )
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Settings
-from lightning_zero.tensors import PartlyRead, uncollected
+from lightning_zero.tensors import uncollected
 
 
 class Engine:
@@ -64,8 +64,6 @@ class Engine:
         settings: The user's settings.
         comm: The ranks; the default process group if omitted.
         facts: Other facts that must be equal on all ranks, compared before anything is built.
-        sources: Where to read all parameters from, by ``id``, whenever they are needed and for as
-            long as they are not changed; if empty, the module has the values.
         on_written: Called with the bytes of weights and masters that this rank has written to
             files, and their total, before the first unit and after each.
 
@@ -88,7 +86,6 @@ class Engine:
         comm: Communicator | None = None,
         *,
         facts: rank_check.Facts = MappingProxyType({}),
-        sources: Mapping[int, PartlyRead] = MappingProxyType({}),
         on_written: Progress = lambda written, nbytes: None,
     ) -> None:
         self.module = module
@@ -100,7 +97,7 @@ class Engine:
         )
         if settings.activation_offload:
             ActivationOffload.require(comm.device)
-        self.sharded = sharded = ShardedModel(module, settings, comm, sources, on_written)
+        self.sharded = sharded = ShardedModel(module, settings, comm, on_written)
         self.steps: list[str] = []
         self._step = Step(sharded.units, self.reset)
         self._join = Join(sharded)
@@ -351,7 +348,6 @@ class Engine:
             self.comm.host_copies.close()
             for transport in self.comm.transports.values():
                 transport.release()
-            self.sharded.reader.close()
             self.comm.control.watchdog.leave()
 
 

@@ -25,14 +25,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class MetaInitializer:
-    """Moves a model's tensors from the meta device to ``device`` and initializes them.
+    """Moves a model's tensors from the meta device to ``device`` and initializes them."""
 
-    With ``needs_values=False`` parameters are only allocated: their values come from elsewhere.
-    """
-
-    def __init__(self, root: nn.Module, device: torch.device, *, needs_values: bool = True) -> None:
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
         self._device = device
-        self._needs_values = needs_values
         self._initializers = dict(_initializers(root))
         # A model that stays on the meta device has nothing to fill.
         modules = _upwards(root) if device.type != "meta" else ()
@@ -59,13 +55,8 @@ class MetaInitializer:
             self._fill(fresh)
 
     def _fill(self, fresh: list[nn.Module]) -> None:
-        with_buffers = [module for module in fresh if any(map(_is_meta, module._buffers.values()))]
         for module in fresh:
             self._allocate(module)
-        if not self._needs_values:
-            for module in with_buffers:
-                self._initialize(module)
-            return
         have = {id(p) for module in fresh for p in module._parameters.values()}
         complete = {key for key, parts in self._parents.items() if parts <= have}
         for module in self._modules:
@@ -81,7 +72,7 @@ class MetaInitializer:
         for module in self._modules:
             if _owns_meta(module):
                 self._allocate(module)
-            elif id(module) not in self._parents or not self._needs_values:
+            elif id(module) not in self._parents:
                 continue
             children = [p for child in module.children() for p in child._parameters.values()]
             found = [p for p in children if p is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,9 @@ from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import Progress, UnitBuilder
 from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.optimizer import kept_states
-from lightning_zero.parameters import FlatParameters, Piece, Reader, guards, put_values
+from lightning_zero.parameters import FlatParameters, Piece, guards, put_values
 from lightning_zero.plan import Settings
-from lightning_zero.tensors import PartlyRead, Scratch, bytes_held, runs_outside
+from lightning_zero.tensors import Scratch, bytes_held, runs_outside
 
 
 class ShardedModel:
@@ -40,7 +40,6 @@ class ShardedModel:
         scratch: The folder for what rests in files; ``None`` if nothing does.
         moves_nothing: Whether the user asked for an offload to the memory where all is anyway.
         shown: The units whose whole masters are shown.
-        reader: Reads weights that rest in a checkpoint.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class ShardedModel:
         module: nn.Module,
         settings: Settings,
         comm: Communicator,
-        sources: Mapping[int, PartlyRead],
         on_written: Progress,
     ) -> None:
         self.module = module
@@ -63,8 +61,7 @@ class ShardedModel:
         self.shown = ShownMasters(comm)
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
-        self.reader = Reader()
-        builder = UnitBuilder(module, self.settings, comm, self.scratch, self.reader, sources)
+        builder = UnitBuilder(module, self.settings, comm, self.scratch)
         for unit in builder.build(self, on_written):
             self._add(unit)
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
@@ -112,7 +109,6 @@ class ShardedModel:
         Within a step, every call waits for all ranks.
         """
         unit, flat, index = self._places[id(parameter)]
-        flat.load_masters()
         piece = flat.pieces[index]
         if value.shape != parameter.shape:  # not always: it reads a value that is not loaded yet
             value = value.expand(parameter.shape)
@@ -158,11 +154,6 @@ class ShardedModel:
         finally:
             self._is_writing = False
             self.refresh(self.units)
-
-    def load_masters(self) -> None:
-        """Read masters that still rest in a checkpoint into storage of this run; a collective."""
-        for flat in self.flats:
-            flat.load_masters()
 
     @runs_outside
     def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
@@ -280,7 +271,7 @@ class ShardedModel:
         offloaded has kinds of its own: ``disk states``, ``host gradients`` and so on.
         """
         names = ("weights", "gathered", "gradients", "unreduced", "master", "states", "buffers")
-        kinds = Counter({**dict.fromkeys(names, 0), "gathered": self.reader.memory.nbytes})
+        kinds = Counter(dict.fromkeys(names, 0))
         for flat in self.flats:
             kinds.update(flat.memory())
         for transport in self.comm.transports.values():

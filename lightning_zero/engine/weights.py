@@ -162,9 +162,6 @@ class Weights:
         storage = tensor.untyped_storage()._cdata
         for flat in self._flats:
             if flat.weight.tensor.untyped_storage()._cdata == storage:
-                if flat.stop_borrowing():  # moved: view the same place in the new memory
-                    place = tensor.storage_offset(), tensor.size(), tensor.stride()
-                    tensor.set_(flat.weight.tensor.untyped_storage(), *place)
                 guards.track(tensor, flat.parameters)
                 self.is_pinned = True
                 return

@@ -3,7 +3,6 @@
 ================ ===============================================================================
 buffer           a flat tensor with a view for each parameter, whose memory can be released
 stores           where weights, gradients and masters rest
-streams          weights that stay in a checkpoint, and are read from there
 living_views     the living views of a parameter, which move when its data is replaced
 ownership        which engine a parameter belongs to
 guards           the classes that intercept uses of parameters, at rest or whole
@@ -38,4 +37,3 @@ from lightning_zero.parameters.piece import Piece, averages, follow_again, stop_
 from lightning_zero.parameters.reducer import Reducer
 from lightning_zero.parameters.sharded_grad import stack_on
 from lightning_zero.parameters.stores import Store, memory_for_masters, store_for
-from lightning_zero.parameters.streams import Reader, stream_for

@@ -28,13 +28,10 @@ class Buffer:
             if tensor is None:
                 tensor = torch.empty(layout.numel, dtype=dtype, device=device)
             self.tensor = tensor
-            self.views = self._views_of(layout, tensor)
+            slots = layout.slots
+            self.views = [tensor.as_strided(one.shape, one.stride, one.offset) for one in slots]
         self._nbytes = self.tensor.nbytes
         self._is_large = self._nbytes >= LARGE_BYTES
-
-    @staticmethod
-    def _views_of(layout: Layout, tensor: Tensor) -> list[Tensor]:
-        return [tensor.as_strided(slot.shape, slot.stride, slot.offset) for slot in layout.slots]
 
     @property
     def nbytes(self) -> int:
@@ -55,10 +52,6 @@ class Buffer:
         # Memory that is shared with a numpy array stays.
         if storage.resizable():
             storage.resize_(0)
-
-    def stop_borrowing(self) -> bool:
-        """Stop borrowing memory, if the buffer does; return whether the content has moved."""
-        return False
 
     def shard(self, rank: int, world_size: int) -> Tensor:
         """Return the part of ``rank``; a view, so it needs memory to be read."""

@@ -31,7 +31,6 @@ from lightning_zero.tensors import (
     Work,
     internals,
     lasting_tensors,
-    properties,
     runs_outside,
 )
 
@@ -87,8 +86,7 @@ class FlatParameters:
         self._grad_dtype = plan.weight.dtype
         if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
             self._grad_dtype = plan.master.dtype
-        if not self.store.is_stream:
-            self._load()
+        self._load()
         with lasting_tensors():
             self.pieces = self._cut()
         self.edits = Edits(self.parameters, self.weight, has_copies=plan.rests_apart)
@@ -128,17 +126,6 @@ class FlatParameters:
             if source is not self.weight or plan.are_copies:
                 self.weight.tensor.copy_(self.store.as_weights(source.tensor))
 
-    def load_masters(self) -> None:
-        """Bring masters that rest elsewhere here, before they are changed; a collective."""
-        if self.store.load_masters():
-            self._point_pieces()
-
-    def _point_pieces(self) -> None:
-        """Point the pieces at the masters, which have moved."""
-        with lasting_tensors():
-            for piece in self.pieces:
-                piece.data = self.master[piece.range.in_shard]
-
     def _cut(self) -> list[Piece]:
         """Return this rank's pieces of the parameters."""
         layout, comm, weight, pieces = self.layout, self.store.comm, self.weight.tensor, []
@@ -168,14 +155,6 @@ class FlatParameters:
         self.classes.show(self.weight.views)
         if is_new:
             self.edits.begin(self.weight)
-
-    def stop_borrowing(self) -> bool:
-        """Stop borrowing memory for the weights; return whether they have moved."""
-        if not self.weight.stop_borrowing():
-            return False
-        for parameter, view in zip(self.parameters, self.weight.views, strict=True):
-            properties.set_data(parameter, view)
-        return True
 
     def show_resting(self) -> None:
         """Point the parameters at placeholders that send every use to the owner."""
@@ -248,7 +227,6 @@ class FlatParameters:
     @torch.no_grad()
     def take_over(self, whole: Buffer) -> None:
         """Take this rank's part of ``whole`` as the new master; within write access."""
-        self.load_masters()
         axis = self.store.comm.mesh.shard
         shard = whole.shard(axis.rank, axis.size)
         if shard.data_ptr() != self.master.data_ptr():
@@ -278,7 +256,6 @@ class FlatParameters:
 
     def expose(self, index: int, *, is_plain: bool = False) -> None:
         """Note that the ``data`` of parameter ``index``, or a plain view of it, is handed out."""
-        self.stop_borrowing()
         self.edits.expose(index, is_plain=is_plain)
 
     @property
@@ -330,8 +307,6 @@ class FlatParameters:
     def store_edits(self) -> None:
         """Copy this rank's part of changed parameters to the masters; within write access."""
         edited, whole = self.edits.unsaved, self.edits.buffer
-        if edited:
-            self.load_masters()
         self.edits.bring_back()
         if edited:
             self._store(edited, whole)
@@ -365,7 +340,8 @@ class FlatParameters:
         """Keep only this rank's pieces; the weights are not read any more."""
         with lasting_tensors():
             self.store.retire()
-            self._point_pieces()
+            for piece in self.pieces:
+                piece.data = self.master[piece.range.in_shard]
             self.weight = self.store.weights()
             self.weight.release()
             self._lasting = [self.weight]
@@ -376,7 +352,7 @@ class FlatParameters:
         rows, shown = self.reducer.memory(), self.edits.buffer
         rows["gathered"] += 0 if shown is self.weight else shown.nbytes
         rows["gathered" if self.plan.gives_weights_back else "weights"] += self.weight.nbytes
-        if self.plan.rests_apart and not self.store.is_stream:
+        if self.plan.rests_apart:
             kind = "master" if self.plan.has_master else "weights"
             rows.update(self.plan.rows({kind: self.master.nbytes}))
         if self.store.cast_bytes:

@@ -335,9 +335,6 @@ def _use(
             result = copied_if_wrapped(result, storages)
         viewed = list(_lying_in(storages, result))
         returning = {id(p) for _, p in viewed if ownership_of(p).gives_back}
-        # If any weights have moved, the result is a view of the memory that they left: call again.
-        if True in [ownership_of(p).stop_borrowing() for _, p in viewed if id(p) in returning]:
-            return _use(parameters, func, args, kwargs, exposes=exposes)
         for tensor, parameter in viewed:
             ownership_of(parameter).views.add(tensor)
             if id(parameter) in returning:

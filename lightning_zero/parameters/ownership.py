@@ -35,9 +35,6 @@ class Memory(Protocol):
     def gives_back(self) -> bool:
         """Return whether it is released while views may live."""
 
-    def stop_borrowing(self) -> bool:
-        """Put the parameters in memory that is refilled; return whether they have moved."""
-
     def expose(self, index: int, *, is_plain: bool = False) -> None:
         """Note that a parameter may be changed without its version counter.
 
@@ -124,11 +121,6 @@ class Ownership:
         """Return whether the parameter's memory is released while views may live."""
         memory = self._memory()
         return memory is not None and memory.gives_back
-
-    def stop_borrowing(self) -> bool:
-        """Put the parameter in memory that is refilled; return whether it has moved."""
-        memory = self._memory()
-        return memory is not None and memory.stop_borrowing()
 
     def expose(self, *, is_plain: bool = False) -> None:
         """Note that the parameter may be changed unnoticed; see :meth:`Memory.expose`."""

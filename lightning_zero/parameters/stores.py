@@ -9,6 +9,7 @@ reduced gradients down; its callers see no difference.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
 
 import torch
@@ -59,10 +60,7 @@ class Store:
         masters: This rank's shard of the masters, and those of peers that are read.
         gather: Makes shards whole, without loss.
         reduce: Sums gradients within a copy, and leaves this rank its shard.
-        is_stream: Whether there are no masters, and weights are read from a checkpoint.
     """
-
-    is_stream = False
 
     def __init__(
         self,
@@ -105,10 +103,6 @@ class Store:
         """Bytes of weights that rest besides their masters, cast."""
         return 0
 
-    def load_masters(self) -> bool:
-        """Bring masters here to be changed; return whether they were elsewhere; a collective."""
-        return False
-
     def _allocated(self, memory: Iterator[Shards]) -> Shards:
         """Return memory for masters that rest apart from whole weights."""
         return self._next(memory)
@@ -122,11 +116,25 @@ class Store:
     def _rest(self, masters: Shards) -> None:
         """Let the masters rest here, from where they are gathered from now on."""
         self.masters = masters
+        self.gather_masters: Callable[..., Work]
+        self.gather_weights: Callable[..., Work]
+        is_in_files = self.plan.master.medium is Medium.DISK and self.plan.gather_bits is None
+        if is_in_files and (self.comm.mesh.shard.size == 1 or masters.of_ranks is not None):
+            self.gather_masters = self.gather_weights = self._gather_from_files
+            return
         # Not methods, which would add a call to each gather.
-        self.gather_masters: Callable[..., Work] = functools.partial(self.gather, source=masters)
-        self.gather_weights: Callable[..., Work] = functools.partial(
-            self._gather_weights, source=masters
+        self.gather_masters = functools.partial(self.gather, source=masters)
+        self.gather_weights = functools.partial(self._gather_weights, source=masters)
+
+    def _gather_from_files(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to read every rank's shard from its mapped file, in threads."""
+        shards, size = self.masters.of_ranks or [self.master], self.comm.mesh.shard.size
+        sent = self.master.numel() * (size - 1)
+        self.comm.transport.ledger.note(unit, "gather", sent, out.element_size())
+        parts = itertools.chain.from_iterable(
+            _parts(shard, part, part) for shard, part in zip(shards, out.chunk(size), strict=True)
         )
+        return self.comm.host_copies.up_in_parts(_reading(unit), parts, Arrived)
 
     def as_weights(self, masters: Tensor) -> Tensor:
         """Return what whole weights show, before a cast, of ``masters``: one or more shards."""
@@ -239,7 +247,7 @@ class HostStore(Store):
         is_weights, copies = own.dtype is not master.dtype, self.comm.host_copies
         if not is_weights and self.plan.master.medium is Medium.HOST:
             return copies.up(own, master, gather)
-        what, kept = f"Reading the weights of {unit}", None
+        what, kept = _reading(unit), None
         if is_weights and self.plan.keeps_cast_weights:
             if self._weights is None:
                 self._weights = copies.lasting_memory(own.numel(), own.dtype)
@@ -251,17 +259,8 @@ class HostStore(Store):
                 self._as_of = as_of
                 return gather()
 
-            return copies.up_in_parts(what, self._parts(own, kept), note_and_gather)
-        return copies.up_in_parts(what, self._parts(own, None), gather)
-
-    def _parts(self, own: Tensor, kept: Tensor | None) -> Iterator[UploadPart]:
-        at_once = BLOCK_BYTES // self.master.element_size()
-        with lasting_tensors():
-            masters, outs = (torch.split(one, at_once) for one in (self.master, own))
-            sources = [None] * len(outs) if kept is None else torch.split(kept, at_once)
-        for master, out, source in zip(masters, outs, sources, strict=True):
-            if len(out):
-                yield UploadPart(out, functools.partial(_read, master), source)
+            return copies.up_in_parts(what, _parts(master, own, kept), note_and_gather)
+        return copies.up_in_parts(what, _parts(master, own, None), gather)
 
     @override
     def retire(self) -> None:
@@ -299,6 +298,21 @@ class HostStore(Store):
 
         note("down", reduced.numel(), reduced.element_size())
         return below, self.comm.host_copies.down(below, reduced, finish, group=unit)
+
+
+def _reading(unit: str) -> str:
+    return f"Reading the weights of {unit}"
+
+
+def _parts(master: Tensor, out: Tensor, source: Tensor | None) -> Iterator[UploadPart]:
+    """Yield the parts in which ``master`` is cast to ``source``, and that copied to ``out``."""
+    at_once = BLOCK_BYTES // master.element_size()
+    with lasting_tensors():
+        masters, outs = (torch.split(one, at_once) for one in (master, out))
+        sources = [None] * len(outs) if source is None else torch.split(source, at_once)
+    for one, its_out, its_source in zip(masters, outs, sources, strict=True):
+        if len(its_out):
+            yield UploadPart(its_out, functools.partial(_read, one), its_source)
 
 
 def _read(master: Tensor, out: Tensor) -> None:

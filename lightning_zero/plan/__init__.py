@@ -30,7 +30,6 @@ from lightning_zero.plan.settings import (
     strategy_arguments,
 )
 from lightning_zero.plan.unit_specs import (
-    FlatSpec,
     UnitSpec,
     specify_units,
 )

@@ -47,7 +47,3 @@ class PartlyRead(Tensor):
     @abstractmethod
     def offset(self, dtype: torch.dtype) -> int | None:
         """Return the file offset of its elements if they are contiguous and have ``dtype``."""
-
-    @abstractmethod
-    def expect_passes(self) -> None:
-        """Expect repeated reads by this process, and none by others on this host."""

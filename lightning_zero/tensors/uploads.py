@@ -37,7 +37,7 @@ class UploadPart(NamedTuple):
     Attributes:
         out: Where it goes on the device, at most :data:`BLOCK_BYTES`.
         fill: Fills host memory of the same size and dtype, in a thread.
-        source: That memory, pinned; by default a block of the ring.
+        source: That memory, pinned; by default a block of the ring. ``out`` itself is only filled.
     """
 
     out: Tensor
@@ -149,7 +149,8 @@ class Uploads:
             while upload.filling:
                 upload.filling[0].end.result()
                 out, source, block, _ = upload.filling.popleft()
-                out.copy_(source, non_blocking=True)
+                if source.data_ptr() != out.data_ptr():
+                    out.copy_(source, non_blocking=True)
                 self._give_back(block, self._now())
                 self._fill()
             upload.work = upload.then()

@@ -23,7 +23,6 @@ from lightning_zero.checkpoint import (
     DirectorySave,
     ElsewhereError,
     FileSave,
-    ModuleLoad,
     Provenance,
     Saver,
     are_bare_weights,
@@ -39,9 +38,7 @@ from lightning_zero.checkpoint import (
     without_gathering,
 )
 from lightning_zero.comm import Outcome, whole
-from lightning_zero.engine import Engine
 from lightning_zero.optimizer import members, parameter_of, stepper_of, wraps_states
-from lightning_zero.tensors import PartlyRead
 from lightning_zero.trainer.internals import StoredPath, unwrapped, wait_for_plugin
 from lightning_zero.trainer.plugins import plugins_of, replaced
 from lightning_zero.trainer.run import callbacks_of
@@ -278,39 +275,14 @@ class SavingStrategy(SteppingStrategy):
     def _is_fitting(self) -> bool:
         return self._module.trainer.state.fn == TrainerFn.FITTING
 
-    @property
-    def _may_stream(self) -> bool:
-        """Return whether weights may stay in the checkpoint: all in files, and only read."""
-        offload = self.settings.offload
-        has_files = offload is not None and offload.weights == "nvme"
-        return has_files and not self._is_fitting and self._current.pending is not None
-
-    def _note_load(self, engine: Callable[[], Engine]) -> Mapping[int, PartlyRead]:
-        """Start a load of weights that may stay in the checkpoint; return their sources, if any.
-
-        ``engine`` returns the engine that shards the module, and makes it if there is none yet.
-        """
-        run = self._current
-        if not self._may_stream or run.pending is None:
-            return {}
-        run.load = ModuleLoad(self._module, engine)
-        with self._naming_the_file():
-            run.load.call(run.pending[1], strict=run.pending[2])
-        run.pending = None
-        return {} if self._open_engine is not None else run.load.take_sources()
-
     def _load_pending(self) -> Mapping[str, Any] | None:
         """Finish the loads that setup postponed, and return the checkpoint, if there is one.
 
         As under DDP, the code that makes optimizers sees loaded weights.
         """
         run = self._current
-        (pending, run.pending), (load, run.load) = (run.pending, None), (run.load, None)
+        pending, run.pending = run.pending, None
         run.is_set_up = True
-        if load is not None:
-            load.make()
-            if run.callbacks is not None:
-                run.callbacks.load()
         if pending is None:
             return None
         checkpoint, weights, strict = pending

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_zero.checkpoint import ModuleLoad, Saver
+from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
@@ -40,7 +40,6 @@ class Run:
         stand_ins: Undoes replacements at teardown, last one first.
         is_set_up: Whether weights can be loaded at once.
         pending: A checkpoint read before setup, its weights, and whether names must match exactly.
-        load: A load of ``pending`` whose values are not copied yet.
         path: The checkpoint read last.
         has_agreed_to_load: Whether the ranks agreed that all load a checkpoint, or none does.
         has_failed: Whether an exception ends the run.
@@ -54,7 +53,6 @@ class Run:
     stand_ins: ExitStack = field(default_factory=ExitStack)
     is_set_up: bool = False
     pending: tuple[Mapping[str, Any], Mapping[str, Any], bool] | None = None
-    load: ModuleLoad | None = None
     path: str = ""
     has_agreed_to_load: bool = False
     has_failed: bool = False

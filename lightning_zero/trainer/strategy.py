@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -34,7 +32,6 @@ from lightning_zero.plan import (
     UnitPolicy,
     refuses_others,
 )
-from lightning_zero.tensors import PartlyRead
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.callbacks import (
     AdaptedCallbacks,
@@ -239,12 +236,12 @@ class ZeROStrategy(SavingStrategy):
         is_blank = run.pending is not None and forget_values(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
-        shard = functools.partial(self._shard, module, is_fitting=is_fitting)
-        sources = self._note_load(shard)
-        shard(sources=sources)
+        self._shard(module, is_fitting=is_fitting)
         assert self.engine is not None
         # A model that was never in memory may not fit there.
-        run.restores = self.settings.restore_weights and not (is_blank and sources)
+        offload = self.settings.offload
+        reads_files = not is_fitting and offload is not None and offload.weights == "nvme"
+        run.restores = self.settings.restore_weights and not (is_blank and reads_files)
         if run.callbacks is not None:
             run.callbacks.attach(self.engine)
         run.stand_ins.callback(log_whole_graphs(trainer.loggers, self.engine).remove)
@@ -264,7 +261,6 @@ class ZeROStrategy(SavingStrategy):
         module: pl.LightningModule,
         *,
         is_fitting: bool,
-        sources: Mapping[int, PartlyRead] = MappingProxyType({}),
     ) -> Engine:
         """Return the run's engine, made on the first call."""
         if self._open_engine is not None:
@@ -276,7 +272,6 @@ class ZeROStrategy(SavingStrategy):
             module.trainer.default_root_dir,
             syncs_buffers=is_fitting,
             facts=facts_of(module.trainer, self.precision_plugin),
-            sources=sources,
             on_written=WritingBar(module.trainer),
         )
         self.precision_plugin.attach(self.engine)

@@ -63,7 +63,6 @@ class Average:
             engine: The engine whose pieces are averaged.
             device: Where to keep the average; by default where the pieces are.
         """
-        engine.sharded.load_masters()
         self._engine = engine
         for own, parameter in zip(self.copy.parameters(), self._module.parameters(), strict=True):
             piece = engine.sharded.piece(parameter)
@@ -128,7 +127,6 @@ class Average:
 
     def _masters(self) -> Iterator[Tensor]:
         """Yield this rank's part ``[n]`` of every master, in the order of the parameters."""
-        self._engine.sharded.load_masters()
         for piece in self._pieces.values():
             yield piece.data
 

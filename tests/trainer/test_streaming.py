@@ -1,12 +1,9 @@
-"""``predict(ckpt_path=...)`` with weights in files: they are read where the checkpoint has them."""
+"""``predict(ckpt_path=...)`` with weights in files, from where they are read unit by unit."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import resource
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,20 +13,15 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint import load, write_safetensors
-from lightning_zero.comm import Control
-from lightning_zero.parameters import streams
-from lightning_zero.tensors import RING_BYTES, HostCopies, Scratch
+from lightning_zero import ZeROStrategy
+from lightning_zero.checkpoint import write_safetensors
+from lightning_zero.tensors import RING_BYTES, HostCopies
 from tests.oracle.by_trainer import make_trainer, world
-from tests.oracle.cached import are_forgettable, cached_share, forget
 from tests.oracle.device import Device, beside_the_host
 from tests.oracle.ranks import Pools
 
 WIDTH, DEPTH = 640, 3
 """A layer has 1.6 MB."""
-
-small_parts = partial(mock.patch.object, streams, "_AT_ONCE_BYTES", 2**19)
-"""A context in which less than a layer is read at once."""
 
 
 def layers() -> nn.Sequential:
@@ -122,37 +114,42 @@ LAYOUTS: dict[str, Callable[[Path], Path]] = {
     "lightning": as_lightning,
     "safetensors": as_safetensors,
     "folder": as_folder,
+    "directory": lambda folder: folder / "directory",
 }
 
 
 def outputs(name: str, folder: str, path: str, **more: Any) -> tuple[Any, ...]:
-    """Return what a model gives for a checkpoint, and whether its weights stayed there."""
+    """Return what a model gives for a checkpoint."""
     trainer = make_trainer(world(), name, folder, **more)
     model = Net()
     predicted = trainer.predict(model, Batches(), ckpt_path=path)
-    are_streams = [flat.store.is_stream for flat in trainer.strategy.engine.sharded.flats]
-    losses = trainer.validate(model, Batches(), ckpt_path=path, verbose=False)
-    return predicted, losses, all(are_streams)
+    rows = trainer.strategy.engine.sharded.memory()
+    assert bool(rows.get("disk weights", 0) + rows.get("disk master", 0)) is (name == "zero3_nvme")
+    return predicted, trainer.validate(model, Batches(), ckpt_path=path, verbose=False)
 
 
 class Writer(Net):
+    name = "own.ckpt"
+
     def on_validation_end(self) -> None:
-        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/own.ckpt")
+        self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/{self.name}")
+
+
+class DirectoryWriter(Writer):
+    name = "directory"
 
 
 def written(folder: str) -> None:
-    """``own.ckpt``, written by these ranks from a model that holds what ``ddp.ckpt`` holds."""
-    trainer = make_trainer(world(), "zero3", folder)
-    trainer.validate(Writer(), Batches(), ckpt_path=f"{folder}/ddp.ckpt", verbose=False)
+    """A file and a directory, written by these ranks from what ``ddp.ckpt`` holds."""
+    for writer, form in ((Writer(), "file"), (DirectoryWriter(), "dcp")):
+        trainer = make_trainer(world(), ZeROStrategy(checkpoint=form), folder)
+        trainer.validate(writer, Batches(), ckpt_path=f"{folder}/ddp.ckpt", verbose=False)
 
 
 def compare(folder: str, paths: list[str], precisions: list[str]) -> None:
     for path, precision in zip(paths, precisions, strict=True):
-        *expected, is_stream = outputs("zero3", folder, path, precision=precision)
-        assert not is_stream
-        with small_parts():
-            *found, is_stream = outputs("zero3_nvme", folder, path, precision=precision)
-        assert is_stream, path
+        expected = outputs("zero3", folder, path, precision=precision)
+        found = outputs("zero3_nvme", folder, path, precision=precision)
         assert all(map(torch.equal, found[0], expected[0])), (path, precision)
         assert found[1] == expected[1]
 
@@ -160,8 +157,8 @@ def compare(folder: str, paths: list[str], precisions: list[str]) -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "precisions"),
     [
-        (1, ["32-true", "bf16-mixed", "32-true", "bf16-true"]),
-        (2, ["bf16-mixed", "bf16-true", "bf16-mixed", "32-true"]),
+        (1, ["32-true", "bf16-mixed", "32-true", "bf16-true", "32-true"]),
+        (2, ["bf16-mixed", "bf16-true", "bf16-mixed", "32-true", "bf16-mixed"]),
     ],
 )
 def test_the_bits_are_those_of_memory(
@@ -170,66 +167,6 @@ def test_the_bits_are_those_of_memory(
     paths = {name: make(tmp_path) for name, make in LAYOUTS.items()}
     ranks(num_ranks).run(written, str(tmp_path))
     ranks(num_ranks).run(compare, str(tmp_path), list(map(str, paths.values())), precisions)
-
-
-class Forgotten(Net):
-    """Predicts with a file of which the system keeps nothing from batch to batch."""
-
-    def on_predict_batch_start(self, *_: Any) -> None:
-        forget(Path(self.trainer.ckpt_path))
-
-
-def forgotten(folder: str, path: str) -> tuple[bool, bool]:
-    """Return whether the last pass has gone through the system's cache, and any to other memory."""
-    trainer = make_trainer(world(), "zero3_nvme", folder)
-    with small_parts(), mock.patch("ctypes.memmove", side_effect=ctypes.memmove) as copies:
-        found = trainer.predict(Forgotten(), Batches(), ckpt_path=path)
-    is_cached = cached_share(Path(path)) > 0.5
-    assert all(map(torch.equal, found, outputs("zero3", folder, path)[0]))
-    return is_cached, any(call.args[2] > 2**16 for call in copies.mock_calls)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_rank_alone_reads_past_a_cache_that_loses_weights(
-    ranks: Pools, tmp_path: Path, num_ranks: int
-) -> None:
-    path = as_lightning(tmp_path)
-    if not are_forgettable(path):
-        pytest.skip("this file system has no requests past the system's cache")
-    ranks(num_ranks).run(written, str(tmp_path))
-    paths = path, as_own(tmp_path), as_safetensors(tmp_path, dtype=torch.float32)
-    for path in paths:
-        found = ranks(num_ranks).run(forgotten, str(tmp_path), str(path))
-        assert found == [(num_ranks > 1, False)] * num_ranks, path
-
-
-class Mapped(Net):
-    def on_predict_start(self) -> None:
-        assert self.net is not None
-        self.net[1].register_forward_hook(self.look)
-
-    def look(self, module: nn.Module, *_: Any) -> None:
-        address, self.flags = module[1].weight.data_ptr(), ""
-        is_there = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            if "-" in (place := line.split()[0]):
-                start, stop = (int(end, 16) for end in place.split("-"))
-                is_there = start <= address < stop
-            elif is_there and place == "VmFlags:":
-                self.flags = line
-
-
-def mapped(folder: str, path: str) -> bool:
-    model = Mapped()
-    make_trainer(1, "zero3_nvme", folder).predict(model, Batches(), ckpt_path=path)
-    return " dc " in model.flags
-
-
-def test_children_do_not_inherit_memory_that_the_disk_writes_to(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    """Or a part of it would be the child's, where an older kernel forks amid a request."""
-    assert ranks(1).run(mapped, str(tmp_path), str(as_lightning(tmp_path))) == [True]
 
 
 class Restored(Net):
@@ -246,78 +183,12 @@ def read_in_hooks(folder: str, path: str) -> None:
     trainer = make_trainer(world(), "zero3_nvme", folder)
     trainer.predict(model, Batches(), ckpt_path=path)
     engine = trainer.strategy.engine
-    assert all(flat.store.is_stream for flat in engine.sharded.flats)
     assert engine.is_restored  # it came with values, so there is memory for them
     assert all(torch.equal(value, state()[key]) for key, value in model.state_dict().items())
 
 
 def test_weights_are_read_in_hooks_and_whole_at_the_end(ranks: Pools, tmp_path: Path) -> None:
     ranks(1).run(read_in_hooks, str(tmp_path), str(as_lightning(tmp_path)))
-
-
-class Keeping(Net):
-    """Keeps views of all weights, and changes some by views after the first batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[str, Tensor] = {}
-        self.views: list[Tensor] = []
-
-    def on_predict_start(self) -> None:
-        assert self.net is not None
-        self.kept = self.state_dict()
-        take = lambda w: w.detach(), lambda w: w.data.view(-1), lambda w: w[:]
-        for layer, view in zip(self.net, take, strict=False):
-            layer[1].register_forward_hook(partial(self.keep, view))
-
-    def keep(self, view: Callable[[Tensor], Tensor], linear: nn.Linear, *_: Any) -> None:
-        if len(self.views) < DEPTH:
-            self.views.append(view(linear.weight))
-
-    def on_predict_batch_end(self, _: Any, batch: Any, index: int) -> None:
-        storages = {id(s): s for s in (v.untyped_storage() for v in self.kept.values())}
-        whole = [storage for storage in storages.values() if storage.nbytes() >= 4 * WIDTH**2]
-        assert len(whole) < DEPTH  # views keep no unit in memory
-        for view in self.views if index == 0 else ():
-            view.mul_(1.5)
-
-
-def keep_weights(folder: str, path: str) -> None:
-    runs = []
-    for name in ("zero3", "zero3_nvme"):
-        trainer = make_trainer(world(), name, folder, inference_mode=False)
-        runs.append(trainer.predict(Keeping(), Batches(), ckpt_path=path))
-    assert all(map(torch.equal, *runs))
-    unchanged = trainer.predict(Net(), Batches(), ckpt_path=path)
-    same = [torch.equal(one, other) for one, other in zip(runs[0], unchanged, strict=True)]
-    assert same == [True, False, False]
-
-
-def test_views_that_are_kept_show_and_change_weights(ranks: Pools, tmp_path: Path) -> None:
-    ranks(1).run(keep_weights, str(tmp_path), str(as_lightning(tmp_path)))
-
-
-def differentiate(folder: str, path: str) -> None:
-    """Gradients of inputs, for which units are read again in backward."""
-    expected, found = (
-        make_trainer(world(), name, folder, inference_mode=False).predict(
-            Sensitive(), Batches(), ckpt_path=path
-        )
-        for name in ("zero3", "zero3_nvme")
-    )
-    assert expected is not None
-    assert all(map(torch.equal, found, expected))
-
-
-class Sensitive(Net):
-    @torch.enable_grad()
-    def predict_step(self, batch: list[Tensor], index: int) -> Tensor:
-        x = batch[0].requires_grad_()
-        return torch.autograd.grad(self(x).square().sum(), x)[0]
-
-
-def test_gradients_of_inputs_are_those_of_memory(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(differentiate, str(tmp_path), str(as_lightning(tmp_path)))
 
 
 # ---------------------------------------------------------------------------- beside a device
@@ -351,13 +222,8 @@ def pinned_sizes() -> Iterator[list[int]]:
 
 
 def beside(folder: str, path: str, precision: str) -> None:
-    *expected, _ = outputs("zero3", folder, path, precision=precision)
-    with (
-        beside_the_host() as memories,
-        pinned_sizes() as sizes,
-        small_parts(),
-        mock.patch.object(Scratch, "file", side_effect=AssertionError("copied to a file")),
-    ):
+    expected = outputs("zero3", folder, path, precision=precision)
+    with beside_the_host() as memories, pinned_sizes() as sizes:
         model = Counted(memories)
         trainer = make_trainer(world(), "zero3_nvme", folder, precision=precision)
         found = trainer.predict(model, Batches(), ckpt_path=path)
@@ -365,14 +231,12 @@ def beside(folder: str, path: str, precision: str) -> None:
         losses = trainer.validate(Net(), Batches(), ckpt_path=path, verbose=False)
     assert all(map(torch.equal, found, expected[0]))
     assert losses == expected[1]
-    assert sizes == [RING_BYTES] * 2  # of predict and of validate
-    assert all(flat.store.is_stream for flat in sharded.flats)
+    assert set(sizes) == {RING_BYTES}
     units, going_up = [], 0
     for unit in sharded.units:
         units.append(sum(flat.weight._nbytes for flat in unit.flat_parameters))
         for flat in unit.flat_parameters:
-            numel = sum(slot.numel for slot in flat.layout.slots)
-            going_up += numel * flat.plan.weight.dtype.itemsize
+            going_up += flat.layout.shard_numel * flat.plan.weight.dtype.itemsize
     crossed, peak = model.seen
     assert crossed == {"up": len(Batches()) * going_up}
     # The root, a unit and the next one; small tensors of the batch and of the file.
@@ -383,8 +247,7 @@ def beside(folder: str, path: str, precision: str) -> None:
     ("num_ranks", "layout", "precision"),
     [
         (1, "lightning", "bf16-mixed"),
-        (1, "lightning", "32-true"),
-        (2, "own", "32-true"),
+        (2, "lightning", "32-true"),
         (2, "folder", "bf16-true"),
     ],
 )
@@ -412,9 +275,7 @@ def edited(folder: str, path: str, is_beside: bool) -> list[Tensor]:
     trainer = make_trainer(world(), "zero3_nvme", folder)
     # Nothing is followed: on a CPU an edit's copy to the host is none.
     with beside_the_host(followed=False) if is_beside else contextlib.nullcontext():
-        found = trainer.predict(Editing(), Batches(), ckpt_path=path)
-    assert not any(flat.store.is_stream for flat in trainer.strategy.engine.sharded.flats)
-    return found  # type: ignore[return-value]
+        return trainer.predict(Editing(), Batches(), ckpt_path=path)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
@@ -437,56 +298,6 @@ def test_what_is_changed_rests_in_files_from_then_on(
 
 def net_parameters() -> Iterator[tuple[str, Tensor]]:
     return layers().named_parameters("net")
-
-
-def damaged(folder: str, path: str, is_beside: bool) -> str:
-    try:
-        with beside_the_host() if is_beside else contextlib.nullcontext():
-            outputs("zero3_nvme", folder, path)
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("layout", "is_beside"), [("own", False), ("lightning", False), ("own", True)]
-)
-def test_damage_is_noticed_before_it_is_computed_with(
-    ranks: Pools, tmp_path: Path, layout: str, is_beside: bool
-) -> None:
-    path = as_lightning(tmp_path)
-    if layout == "own":
-        ranks(1).run(written, str(tmp_path))
-        path = as_own(tmp_path)
-    name = "net.1.1.weight"
-    place = path.read_bytes().index(bytes(state()[name].view(torch.uint8).flatten()[:64].tolist()))
-    with path.open("r+b") as file:
-        file.seek(place + WIDTH * WIDTH)
-        file.write(b"\xff\x00\xff")
-    [told] = ranks(1).run(damaged, str(tmp_path), str(path), is_beside)
-    assert "Reading the weights of net.1" in told
-    assert f"of 'state_dict/{name}'" in told
-    assert "do not match their checksum" in told
-
-
-def partly(folder: str, path: str) -> None:
-    """A file that lacks a weight: what it has is copied, as ever."""
-    found = []
-    for name in ("zero3", "zero3_nvme"):
-        torch.manual_seed(3)
-        model = Net()
-        model.strict_loading = False
-        trainer = make_trainer(world(), name, folder)
-        found.append(trainer.predict(model, Batches(), ckpt_path=path))
-        assert not any(flat.store.is_stream for flat in trainer.strategy.engine.sharded.flats)
-    assert all(map(torch.equal, *found))
-
-
-def test_a_file_that_lacks_a_weight_is_copied(ranks: Pools, tmp_path: Path) -> None:
-    content = torch.load(as_lightning(tmp_path))
-    del content["state_dict"]["net.1.1.weight"]
-    torch.save(content, tmp_path / "part.ckpt")
-    ranks(2).run(partly, str(tmp_path), str(tmp_path / "part.ckpt"))
 
 
 class Again(Net):
@@ -519,88 +330,3 @@ def test_a_module_that_was_left_at_rest_has_all_digits_in_another_run(
 ) -> None:
     """It computed in half precision."""
     ranks(1).run(again, str(tmp_path), str(as_lightning(tmp_path)))
-
-
-class Doubling(Net):
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"]["net.0.1.weight"].mul_(2)
-        checkpoint["state_dict"]["net.1.1.bias"] = torch.zeros(WIDTH)
-
-
-class Looking(Net):
-    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        result = super().load_state_dict(state_dict, *args, **kwargs)
-        self.sum = sum(parameter.double().sum() for parameter in self.parameters())
-        return result
-
-
-def by_users(folder: str, path: str) -> None:
-    """Hooks that change what was read, and a load_state_dict that looks at it."""
-    for cls in (Doubling, Looking):
-        models = cls(), cls()
-        found = [
-            make_trainer(world(), name, folder).predict(model, Batches(), ckpt_path=path)
-            for name, model in zip(("zero3", "zero3_nvme"), models, strict=True)
-        ]
-        assert all(map(torch.equal, *found))
-    assert models[0].sum == models[1].sum
-
-
-def test_users_hooks_find_ordinary_tensors(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(by_users, str(tmp_path), str(as_lightning(tmp_path)))
-
-
-# ---------------------------------------------------------------------------- files unread
-
-
-def test_a_file_is_read_without_being_mapped(tmp_path: Path) -> None:
-    """Whatever a state dict may hold; under a limit that has no room for the file."""
-    big = torch.randn(900, 800)
-    held = {
-        "big": big,
-        "tied": big,
-        "transposed": torch.randn(700, 600).t(),
-        "view": torch.randn(3000, 500)[10:2010],
-        "parameter": nn.Parameter(torch.randn(700, 700)),
-        "expanded": torch.randn(3).expand(500_000, 3),
-        "half": torch.randn(1024, 1024).bfloat16(),
-        "complex": torch.randn(600, 600, dtype=torch.complex64).conj(),
-        "empty": torch.zeros(0, 3),
-        "small": [torch.tensor(1), torch.randn(7)],
-        "sparse": torch.randn(800, 800).to_sparse(),
-        "words": {"a": 1.5, "b": None},
-    }
-    path = tmp_path / "any.ckpt"
-    torch.save(held, path)
-    found = load(str(path), Control(alone=True))
-    path.unlink()  # it stays open
-    assert found["big"] is found["tied"]
-    assert found["words"] == held["words"]
-    assert type(found["small"][1]) is Tensor
-    assert isinstance(found["parameter"], nn.Parameter)
-    for key in held.keys() - {"words", "small", "sparse"}:
-        assert found[key].shape == held[key].shape
-        assert found[key].stride() == held[key].stride()
-        assert torch.equal(found[key].clone(), held[key]), key
-    assert torch.equal(found["sparse"].to_dense(), held["sparse"].to_dense())
-    assert torch.equal(found["small"][1], held["small"][1])
-
-
-def loaded_within(path: str, nbytes: int) -> str:
-    held = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmData")
-    )
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held + nbytes, before[1]))
-    try:
-        found = load(path, Control(alone=True))
-        return type(found["weight"]).__name__
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def test_a_file_that_may_not_be_mapped_is_read(ranks: Pools, tmp_path: Path) -> None:
-    torch.save({"weight": torch.zeros(50_000_000)}, tmp_path / "large.ckpt")
-    assert ranks(1).run(loaded_within, str(tmp_path / "large.ckpt"), 10**8) == ["LazyTensor"]

@@ -227,12 +227,6 @@ class LazyTensor(ReadOnUse, PartlyRead):
         row = self._row
         return row.offset(0) if row is not None and row.dtype is dtype else None
 
-    @override
-    def expect_passes(self) -> None:
-        for place in self.places:
-            if isinstance(place, InOneRow) and place.content.kept is not None:
-                place.content.kept.expect_passes()
-
     # -- parts -------------------------------------------------------------------------------------
 
     def _overlaps(self, box: Box) -> Iterator[tuple[Place, Box]]:
