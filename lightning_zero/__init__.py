@@ -6,20 +6,22 @@ Importing the package registers its strategies with Lightning::
     trainer = Trainer(strategy="zero3")
 """
 
+import importlib
+import sys
+
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_zero import fabric, mirror
+from lightning_zero import fabric
 from lightning_zero.checkpoint import load_weights
 from lightning_zero.engine import full_grad, gathered, grad_norm, join
 from lightning_zero.memory import estimate
-from lightning_zero.trainer import MemoryMonitor, TrafficMonitor, ZeROPrecision, ZeROStrategy
+from lightning_zero.trainer import MemoryMonitor, ZeROPrecision, ZeROStrategy
 
 __version__ = "0.1.0"
 
 __all__ = [
     "MemoryMonitor",
-    "TrafficMonitor",
     "ZeROPrecision",
     "ZeROStrategy",
     "estimate",
@@ -32,4 +34,5 @@ __all__ = [
 
 ZeROStrategy.register_strategies(StrategyRegistry)
 fabric.ZeROStrategy.register_strategies(STRATEGY_REGISTRY)
-mirror.register_when_imported()
+if {"pytorch_lightning", "lightning_fabric"} & set(sys.modules):
+    importlib.import_module("lightning_zero.mirror")

@@ -36,10 +36,8 @@ from lightning_zero.checkpoint.load import (
     rest_of,
 )
 from lightning_zero.checkpoint.module_state import (
-    holds,
     load_module_state,
     module_state,
-    sharded,
 )
 from lightning_zero.checkpoint.optimizer_state import (
     check_optimizer_states,

@@ -37,7 +37,6 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Lifetime, Step
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.unit_builder import Progress
 from lightning_zero.engine.weights import Residency
 from lightning_zero.optimizer import (
     OptimizerHooks,
@@ -64,8 +63,6 @@ class Engine:
         settings: The user's settings.
         comm: The ranks; the default process group if omitted.
         facts: Other facts that must be equal on all ranks, compared before anything is built.
-        on_written: Called with the bytes of weights and masters that this rank has written to
-            files, and their total, before the first unit and after each.
 
     Attributes:
         module: The model.
@@ -86,7 +83,6 @@ class Engine:
         comm: Communicator | None = None,
         *,
         facts: rank_check.Facts = MappingProxyType({}),
-        on_written: Progress = lambda written, nbytes: None,
     ) -> None:
         self.module = module
         self.comm = comm = comm or Communicator(
@@ -97,7 +93,7 @@ class Engine:
         )
         if settings.activation_offload:
             ActivationOffload.require(comm.device)
-        self.sharded = sharded = ShardedModel(module, settings, comm, on_written)
+        self.sharded = sharded = ShardedModel(module, settings, comm)
         self.steps: list[str] = []
         self._step = Step(sharded.units, self.reset)
         self._join = Join(sharded)

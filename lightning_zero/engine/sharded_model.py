@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.comm import Communicator, SyncPoint, parameter_behind
 from lightning_zero.engine.shown_masters import ShownMasters
 from lightning_zero.engine.unit import Unit, listed
-from lightning_zero.engine.unit_builder import Progress, UnitBuilder
+from lightning_zero.engine.unit_builder import UnitBuilder
 from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.optimizer import kept_states
 from lightning_zero.parameters import FlatParameters, Piece, guards, put_values
@@ -47,7 +47,6 @@ class ShardedModel:
         module: nn.Module,
         settings: Settings,
         comm: Communicator,
-        on_written: Progress,
     ) -> None:
         self.module = module
         self.settings, asked = settings.on_device(), settings
@@ -62,7 +61,7 @@ class ShardedModel:
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
         builder = UnitBuilder(module, self.settings, comm, self.scratch)
-        for unit in builder.build(self, on_written):
+        for unit in builder.build(self):
             self._add(unit)
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
         builder.initializer.finish(functools.partial(self.gathered, modify=True))

@@ -21,9 +21,6 @@ from lightning_zero.parameters import (
 from lightning_zero.plan import Settings, UnitSpec, specify_units
 from lightning_zero.tensors import Scratch
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes that are done, and their total."""
-
 
 class UnitBuilder:
     """Shards a module unit by unit, so that no two units need memory for both forms.
@@ -49,28 +46,23 @@ class UnitBuilder:
             for parameter in child._parameters.values()
         }
 
-    def build(self, owner: Owner, on_written: Progress) -> Iterator[Unit]:
+    def build(self, owner: Owner) -> Iterator[Unit]:
         """Yield each unit, whose parameters belong to ``owner``, before the next one is built."""
         mesh = self._comm.mesh
         divided = {"num_shards": mesh.shard.size, "num_copies": mesh.replicate.size}
-        written, nbytes, sizes = 0, 0, [0] * len(self._specs)
         if self._scratch is not None:
-            sizes = [spec.bytes_in_files(**divided) for spec in self._specs]
-            nbytes = sum(sizes)
+            nbytes = sum(spec.bytes_in_files(**divided) for spec in self._specs)
             require_room(self._scratch, nbytes, self._comm.control, "masters")
-        on_written(0, nbytes)
         flats = (flat for spec in self._specs for flat in spec.flat_parameters)
         layouts = ((flat.layout(**divided), flat.plan) for flat in flats)
         masters = memory_for_masters(layouts, self._comm, self._scratch)
         # An exception's traceback keeps this frame, which must not keep memory for later units.
         with contextlib.closing(masters):
-            for index, (spec, size) in enumerate(zip(self._specs, sizes, strict=True)):
+            for index, spec in enumerate(self._specs):
                 unit = self._unit(spec, owner, functools.partial(store_for, memory=masters), index)
                 yield unit
                 if spec.name:
                     unit.weights.reshard()
-                written += size
-                on_written(written, nbytes)
                 # Initializers of later units may read these weights, at stage 3 from peers.
                 self._comm.fence(SyncPoint.SETUP)
 

@@ -12,7 +12,7 @@
 - ``dataloader``: training data that ends at the same batch on all ranks
 - ``signals``: signals answered by all ranks at the same batch
 - ``graph_logging``: loggers that draw the model's graph
-- ``memory_monitor``, ``traffic_monitor``: callbacks that log bytes
+- ``memory_monitor``: a callback that logs bytes
 - ``writing_bar``: a progress bar while weights are written to files
 - ``internals``: every private name of Lightning in use
 """
@@ -20,6 +20,5 @@
 from lightning_zero.trainer.memory_monitor import MemoryMonitor
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.strategy import ZeROStrategy
-from lightning_zero.trainer.traffic_monitor import TrafficMonitor
 
-__all__ = ["MemoryMonitor", "TrafficMonitor", "ZeROPrecision", "ZeROStrategy"]
+__all__ = ["MemoryMonitor", "ZeROPrecision", "ZeROStrategy"]

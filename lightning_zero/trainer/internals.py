@@ -11,7 +11,6 @@ that Lightning still has them. ``ZeROStrategy`` also inherits some from ``DDPStr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.strategies import _StrategyRegistry
@@ -30,10 +29,6 @@ StoredPath = _PATH
 optimizer_to_device = _optimizer_to_device
 """Moves optimizer states as ``Strategy.teardown`` does, which is overridden."""
 
-LOADS_AVERAGE = "_load_average_model_state"
-"""Loads the average of ``StochasticWeightAveraging``, for which there is no public hook."""
-OVERRIDABLE = ("_swap_models", "_copy_average_to_current")
-"""Methods of ``WeightAveraging`` that touch the average and that a subclass may override."""
 ANSWERS_REQUEUE = "_slurm_sigusr_handler_fn"
 ANSWERS_END = "_sigterm_notifier_fn"
 """Handlers that answer a signal at once, on one rank; there is no public way to answer later."""
@@ -72,26 +67,3 @@ def wait_for_plugin(plugin: Any) -> None:
     """Wait until a plugin that saves in a thread has called the one that it wraps."""
     if getattr(plugin, "_executor", None) is not None:
         plugin._executor.submit(lambda: None).result()
-
-
-# -- averaging callbacks, which have no public access to their averages ----------------------------
-
-
-def set_average(callback: Any, average: Any) -> None:
-    """Replace the averaged model of a callback."""
-    callback._average_model = average
-
-
-def average_device(callback: Any) -> Any:
-    """Return the device that the user chose for the average, or ``None``."""
-    return callback._device
-
-
-def average_options(callback: Any) -> dict[str, Any]:
-    """Return the arguments of torch's ``AveragedModel`` that ``WeightAveraging`` was given."""
-    return {"use_buffers": callback._use_buffers, **callback._kwargs}
-
-
-def average_function(callback: Any) -> Callable[..., Any]:
-    """Return the function that ``StochasticWeightAveraging`` averages by."""
-    return callback._avg_fn  # type: ignore[no-any-return]

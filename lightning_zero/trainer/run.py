@@ -58,12 +58,6 @@ class Run:
     has_failed: bool = False
     restores: bool = True
 
-    def remove_callbacks(self) -> None:
-        """Restore the hooks of the Trainer's callbacks."""
-        if self.callbacks is not None:
-            callbacks, self.callbacks = self.callbacks, None
-            callbacks.remove()
-
     def may_gather(self, engine: Engine) -> bool:
         """Return whether weights can be made whole, even after an exception; warn if not.
 

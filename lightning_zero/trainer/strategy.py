@@ -33,18 +33,12 @@ from lightning_zero.plan import (
     refuses_others,
 )
 from lightning_zero.trainer import internals
-from lightning_zero.trainer.callbacks import (
-    AdaptedCallbacks,
-    read_what_is_assigned,
-    refuse_whole_averages,
-)
+from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_averages
 from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.deepspeed_config import Demands
-from lightning_zero.trainer.graph_logging import log_whole_graphs
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import Run, callbacks_of, facts_of
 from lightning_zero.trainer.signals import Signals
-from lightning_zero.trainer.writing_bar import WritingBar
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -201,11 +195,10 @@ class ZeROStrategy(SavingStrategy):
             internals.set_device_mesh(self._module, mesh)
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
-            is_fitting = trainer.state.fn == TrainerFn.FITTING
-            callbacks = callbacks_of(trainer)
-            self._run.callbacks = AdaptedCallbacks(callbacks, is_fitting=is_fitting)
-            reading = read_what_is_assigned([self._module, *callbacks])
-            self._run.stand_ins.callback(reading.remove)
+            self._run.callbacks = AdaptedCallbacks(
+                self._module, callbacks_of(trainer), trainer.loggers
+            )
+            self._run.stand_ins.callback(self._run.callbacks.remove)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -218,11 +211,9 @@ class ZeROStrategy(SavingStrategy):
         if is_fitting:
             Demands(self.config, trainer, module).act(self.precision_plugin.scaler)
         if run.comm.mesh.tensor is not None:
-            refuse_whole_averages(callbacks_of(trainer))
+            refuse_averages(callbacks_of(trainer))
             self._make_local(module)
             run.stand_ins.callback(count_once, module, 1)
-        if run.callbacks is not None:
-            run.callbacks.prepare(module)
         if is_fitting and self._layer_sync:
             self._layer_sync.apply(module)
         if is_fitting and next(module.parameters(), None) is None:
@@ -244,7 +235,6 @@ class ZeROStrategy(SavingStrategy):
         run.restores = self.settings.restore_weights and not (is_blank and reads_files)
         if run.callbacks is not None:
             run.callbacks.attach(self.engine)
-        run.stand_ins.callback(log_whole_graphs(trainer.loggers, self.engine).remove)
         if is_fitting:
             run.signals = Signals(trainer, self.engine.comm.control)
             run.stand_ins.callback(run.signals.remove)
@@ -256,12 +246,7 @@ class ZeROStrategy(SavingStrategy):
         self._announce()
         self.setup_precision_plugin()
 
-    def _shard(
-        self,
-        module: pl.LightningModule,
-        *,
-        is_fitting: bool,
-    ) -> Engine:
+    def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> Engine:
         """Return the run's engine, made on the first call."""
         if self._open_engine is not None:
             return self._open_engine
@@ -272,7 +257,6 @@ class ZeROStrategy(SavingStrategy):
             module.trainer.default_root_dir,
             syncs_buffers=is_fitting,
             facts=facts_of(module.trainer, self.precision_plugin),
-            on_written=WritingBar(module.trainer),
         )
         self.precision_plugin.attach(self.engine)
         self.model = module
@@ -333,7 +317,6 @@ class ZeROStrategy(SavingStrategy):
                 [
                     *((run.stand_ins.close, run.saver.close) if run else ()),
                     self._end_engine,
-                    *((run.remove_callbacks,) if run else ()),
                     self._move_to_host,
                     self.precision_plugin.teardown,
                     self.accelerator.teardown,
@@ -348,12 +331,7 @@ class ZeROStrategy(SavingStrategy):
         if (engine := self._open_engine) is None:
             return
         run = self._current
-        restores = run.restores and run.may_gather(engine)
-        try:
-            if restores and run.callbacks is not None:
-                run.callbacks.gather()
-        finally:
-            engine.close(restore=restores)
+        engine.close(restore=run.restores and run.may_gather(engine))
 
     def _move_to_host(self) -> None:
         """Move the optimizers, and the module if it is whole, to the CPU, as DDP does."""

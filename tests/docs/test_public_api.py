@@ -8,7 +8,6 @@ import lightning_zero
 
 NAMES = [
     "MemoryMonitor",
-    "TrafficMonitor",
     "ZeROPrecision",
     "ZeROStrategy",
     "estimate",

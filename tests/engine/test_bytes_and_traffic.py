@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from lightning_zero import TrafficMonitor
 from lightning_zero.comm import Communicator, Sent
 from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES
@@ -221,23 +219,6 @@ def test_one_rank_sends_nothing(ranks: Pools) -> None:
     assert set(sent[0].values()) == {0}
 
 
-class Notes(Logger):
-    """Keeps what is logged under ``traffic/``, with its step."""
-
-    name, version = "notes", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing is kept."""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        if "traffic/gather_bytes" in metrics:
-            self.logged.append((step, dict(metrics)))
-
-
 class Watched(Regression):
     """Notes the strategy's traffic after every batch."""
 
@@ -249,16 +230,14 @@ class Watched(Regression):
         self.traffic = dict(self.trainer.strategy.traffic)
 
 
-def watched_fit(stage: int, precision: str, accumulate: int) -> tuple[Any, Any]:
-    notes, module = Notes(), Watched()
-    fit(
-        module, stage, data=(rows(32),), logger=notes, callbacks=[TrafficMonitor(2)],
-        precision=precision, accumulate_grad_batches=accumulate, log_every_n_steps=1,
-    )  # fmt: skip
-    return module.traffic, notes.logged
+def watched_fit(stage: int, precision: str, accumulate: int) -> Any:
+    module = Watched()
+    options = {"precision": precision, "accumulate_grad_batches": accumulate}
+    fit(module, stage, data=(rows(32),), **options)
+    return module.traffic
 
 
-def watched_fits(ways: list[tuple[int, str, int]]) -> list[tuple[Any, Any]]:
+def watched_fits(ways: list[tuple[int, str, int]]) -> list[Any]:
     return [watched_fit(*way) for way in ways]
 
 
@@ -288,32 +267,10 @@ def traffic_of(stage: int, precision: str) -> dict[tuple[str, str], Sent]:
     return expected
 
 
-def test_a_trainer_tells_and_logs_what_a_step_sends(ranks: Pools) -> None:
+def test_a_trainer_tells_what_a_step_sends(ranks: Pools) -> None:
     """The root has the linears before and behind three blocks."""
     ways = [(3, "32-true", 1), (3, "bf16-mixed", 1), (1, "32-true", 2)]
     first, second = ranks(2).run(watched_fits, ways)
-    for way, (traffic, logged), (other, _) in zip(ways, first, second, strict=True):
-        stage, precision, accumulate = way
-        expected = traffic_of(stage, precision)
-        assert traffic == other == expected, way
-        # Of 8 batches, each step once.
-        assert [step for step, _ in logged] == ([2, 4, 6, 8] if accumulate == 1 else [2, 4])
-        totals = {
-            f"traffic/{verb}_{what}": sum(
-                getattr(sent, what) for (_, kind), sent in expected.items() if kind == verb
-            )
-            for verb in ("gather", "reduce")
-            for what in Sent._fields
-        }
-        assert logged[-1][1].items() >= totals.items(), way
-
-
-def _under_ddp() -> None:
-    with pytest.raises(TypeError, match="TrafficMonitor needs ZeROStrategy, got DDPS"):
-        fit(Regression(), "ddp", callbacks=[TrafficMonitor(1)])
-
-
-def test_the_traffic_of_other_strategies_is_not_known(ranks: Pools) -> None:
-    with pytest.raises(ValueError, match="Expected every_n_steps >= 1, got 0"):
-        TrafficMonitor(0)
-    ranks(1).run(_under_ddp)
+    for way, traffic, other in zip(ways, first, second, strict=True):
+        stage, precision, _ = way
+        assert traffic == other == traffic_of(stage, precision), way

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_zero.comm import StepTimes
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import staging
-from lightning_zero.plan import Offload, Settings
+from lightning_zero.plan import Offload
 from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
 from tests.oracle.sharded import shard
@@ -92,17 +90,3 @@ def test_steps_on_a_host_take_time_and_no_files() -> None:
     assert 0 < times.stepping < times.seconds
     assert not any((times.waiting, times.reading, times.writing, times.bytes_read))
     assert "files" not in times.describe()
-
-
-def test_what_is_written_at_setup_is_told(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    files = {"offload": Offload.of_stage(3, "nvme"), "offload_path": str(tmp_path)}
-    units = (nn.Linear, nn.Embedding)
-    engine = Engine(
-        CASE.build(), Settings(units=units, **files), on_written=lambda *both: told.append(both)
-    )
-    nbytes = sum(flat.master.nbytes for flat in engine.sharded.flats)
-    sizes = [sum(f.master.nbytes for f in unit.flat_parameters) for unit in engine.sharded.units]
-    assert told == [(done, nbytes) for done in itertools.accumulate(sizes, initial=0)]
-    assert told[-1] == (nbytes, nbytes)
-    engine.close()

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_zero import MemoryMonitor, TrafficMonitor, ZeROStrategy
+from lightning_zero import MemoryMonitor, ZeROStrategy
 from tests.oracle import projects
 from tests.oracle.models import Tied
 
@@ -174,7 +174,7 @@ def observe(
     """
     module, monitor, strategy = model(), MemoryMonitor(), ZeROStrategy(**arguments)
     saving = [] if path else [Stop(f"{folder}/mid.ckpt", 3)]
-    callbacks = [monitor, TrafficMonitor(every_n_steps=1), *saving]
+    callbacks = [monitor, *saving]
     kept: dict[str, Any] = {"max_steps": 6, "enable_checkpointing": False, "callbacks": callbacks}
     trainer = make_trainer(world(), strategy, folder, **{**kept, **options})
     trainer.fit(module, Rows(), Rows(), ckpt_path=path)

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim import Optimizer
 
-from lightning_zero import MemoryMonitor, TrafficMonitor
+from lightning_zero import MemoryMonitor
 from tests.oracle.by_trainer import (
     Model,
     Rows,
@@ -124,7 +124,7 @@ def values_of(name: str, thing: Any, copied: Any) -> Any:
 
 
 def fit(name: str, hooks: list[str], folder: str) -> Copier:
-    copier, ours = Copier(hooks), [MemoryMonitor(), TrafficMonitor()]
+    copier, ours = Copier(hooks), [MemoryMonitor()]
     callbacks = [copier, LearningRateMonitor(), WeightAveraging(), Timer(), Finetuning()]
     callbacks += [ModelCheckpoint(folder), *(ours if name != "ddp" else ())]
     trainer = make_trainer(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -54,10 +53,6 @@ def test_private_names_of_lightning_stand_in_one_module() -> None:
         (DDPStrategy, sorted(INHERITED)),
         (_SignalConnector, [internals.ANSWERS_REQUEUE, internals.ANSWERS_END]),
         (Trainer, ["_signal_connector"]),
-        (
-            StochasticWeightAveraging,
-            [internals.LOADS_AVERAGE, "_average_model", "_avg_fn", "_device"],
-        ),
         (TensorBoardLogger, ["_log_graph"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 
-from lightning_zero import MemoryMonitor, TrafficMonitor, ZeROStrategy
-from lightning_zero.trainer import writing_bar
+from lightning_zero import MemoryMonitor, ZeROStrategy
 from tests.oracle.by_trainer import Model, Rows, Stop, make_trainer, world
 from tests.oracle.device import beside_the_host
 from tests.oracle.messages import messages
@@ -65,17 +59,6 @@ def test_resumed_with_and_without_files(
     ranks(num_ranks).run(resumed_all_ways, str(tmp_path), precision)
 
 
-class Notes(DummyLogger):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logged: dict[str, float] = {}
-
-    def log_metrics(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        self.logged |= metrics
-
-
 def reported(folder: str, stage: int) -> tuple[list[str], dict[str, int], str]:
     monitor = MemoryMonitor(report=f"{folder}/report")
     strategy = ZeROStrategy(
@@ -84,11 +67,12 @@ def reported(folder: str, stage: int) -> tuple[list[str], dict[str, int], str]:
         offload_weights="nvme" if stage == 3 else None,
         offload_path=f"{folder}/files",
     )
-    notes, traffic = Notes(), TrafficMonitor(every_n_steps=1)
-    fit(strategy, folder, monitor, traffic, precision="bf16-mixed", logger=notes)
-    assert notes.logged["traffic/read_bytes"] > 0
-    assert 0 < notes.logged["traffic/waiting_share"] < notes.logged["traffic/stepping_share"] < 1
-    assert monitor.times.bytes_read == (STEPS - 1) * notes.logged["traffic/read_bytes"]
+    module = fit(strategy, folder, monitor, precision="bf16-mixed")
+    read = module.trainer.strategy.traffic["optimizer", "read"]
+    times = module.trainer.strategy.step_times
+    assert read.bytes > 0
+    assert 0 < times.waiting_share < times.stepping_share < 1
+    assert monitor.times.bytes_read == (STEPS - 1) * read.bytes
     return monitor.differences, monitor.measured["step"], monitor.text(world())
 
 
@@ -106,26 +90,6 @@ def test_the_monitor_finds_what_is_predicted(ranks: Pools, tmp_path: Path) -> No
     assert "of the time was spent in optimizer steps on the host" in page
     facts = json.loads((tmp_path / "report" / "memory.json").read_text())
     assert facts["times"]["bytes_read"] > 0
-
-
-def shown(folder: str, least: int, **how: Any) -> str:
-    """Return what a run prints of the files that are written at setup."""
-    writing_bar.LEAST_BYTES, before = least, writing_bar.LEAST_BYTES
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            fit("zero3_nvme", folder, max_steps=1, **how)
-    finally:
-        writing_bar.LEAST_BYTES = before
-    shows = r"Writing weights to files: 100%"  # once or twice, by the time that has passed
-    return found.group() if (found := re.search(shows, out.getvalue())) else ""
-
-
-def test_a_bar_shows_how_large_weights_are_written(ranks: Pools, tmp_path: Path) -> None:
-    text = "Writing weights to files: 100%"
-    run = functools.partial(ranks(2).run, shown, str(tmp_path))
-    assert run(1, enable_progress_bar=True) == [text, ""]
-    assert run(10**9, enable_progress_bar=True) == ["", ""]
-    assert run(1) == ["", ""]
 
 
 def passes(folder: str) -> None:

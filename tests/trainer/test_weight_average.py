@@ -1,17 +1,14 @@
-"""Averaged weights: in shards, in validation, in checkpoints, and whole where they must be."""
+"""Averaged weights, in validation and in checkpoints, are those of DDP."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
-    LambdaCallback,
     ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -103,22 +100,11 @@ def state_of(callback: Any) -> dict[str, Tensor]:
 
 def _train(strategy: Any, name: str) -> Run:
     module, callback = Late() if name == "mean" else Averaged(), make_average(name)
-    held = {}
-
-    def note(*_: Any) -> None:
-        averages = list(callback._average_model.parameters())
-        held["bytes"] = sum(p.untyped_storage().nbytes() for p in averages)
-
     trainer = make_trainer(strategy, max_epochs=EPOCHS, callbacks=[callback])
-    module.on_train_epoch_end = note
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, *data())
+    trainer.fit(module, *data())
     run = Run.of(module, trainer, [module.notes[:], state_of(callback)])
     trainer.validate(module, rows(8, seed=2), verbose=False)
     run.notes.append(module.notes[-4:])
-    run.bytes = held["bytes"]
-    run.warned = [str(w.message) for w in caught if "whole copy" in str(w.message)]
     return run
 
 
@@ -127,24 +113,10 @@ def _train_all() -> dict[str, dict[Any, Run]]:
     return {name: under_all(_train, name, stages=which) for name, which in stages.items()}
 
 
-def test_averages_are_sharded_where_they_may_be(ranks: Pools) -> None:
-    """The averages of all ranks are as many bytes as one whole copy, and the numbers are DDP's."""
+def test_averages_are_those_of_ddp(ranks: Pools) -> None:
     runs = ranks(2).run(_train_all)
     for name in runs[0]:
-        by_rank = [run[name] for run in runs]
-        assert_like_ddp(by_rank, ulps=256)
-        whole = by_rank[0].pop("ddp").bytes
-        for stage, first in by_rank[0].items():
-            held = [run[stage].bytes for run in by_rank]
-            warned = first.warned
-            if name in ("normed", "own"):
-                assert held == [whole, whole]
-                words = {"normed": "averaging function", "own": "overrides on_train_batch_end"}
-                assert words[name] in warned[0]
-            else:
-                assert sum(held) == whole
-                assert max(held) < 0.7 * whole  # a small unit's padding falls to one rank
-                assert warned == []
+        assert_like_ddp([run[name] for run in runs], ulps=256)
 
 
 def _average_in_mixed_precision(strategy: Any) -> Run:
@@ -286,25 +258,3 @@ def test_an_average_begins_with_the_weights_of_a_checkpoint(ranks: Pools, tmp_pa
     assert_like_ddp(
         ranks(2).run(under_all, _begin_from_plain, str(tmp_path), stages=(1, 3)), ulps=256
     )
-
-
-def _load_wrong_shapes(stage: int) -> str:
-    callback = make_average("ema")
-    errors = []
-
-    def load(*_: Any) -> None:
-        state = callback._average_model.state_dict()
-        state["module.head.weight"] = torch.zeros(WIDTH + 1, WIDTH)
-        wrong = {name: torch.zeros(tuple(value.shape)) for name, value in state.items()}
-        with pytest.raises(RuntimeError) as caught:
-            callback._average_model.load_state_dict(wrong)
-        errors.append(str(caught.value))
-
-    fit(Averaged(), stage, callbacks=[callback, LambdaCallback(on_train_start=load)], data=data())
-    return errors[0]
-
-
-def test_an_average_that_does_not_fit_is_named(ranks: Pools) -> None:
-    [error, _] = ranks(2).run(_load_wrong_shapes, 3)
-    assert "the average of module.head.weight: its shape is (7, 6) in the checkpoint" in error
-    assert error.count("size mismatch") == 1
