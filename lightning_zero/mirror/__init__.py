@@ -22,14 +22,19 @@ therefore executed a second time from the same source, with other names in their
 
 import sys
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from lightning_zero.mirror.importer import MirrorFinder
 
 sys.meta_path.insert(0, MirrorFinder())
 
-from lightning_zero.mirror import fabric  # noqa: E402
+if TYPE_CHECKING:
+    from lightning_zero import fabric
+    from lightning_zero.trainer import MemoryMonitor, ZeROPrecision, ZeROStrategy
+else:
+    from lightning_zero.mirror import fabric
 
-if find_spec("pytorch_lightning"):
-    from lightning_zero.mirror.trainer import MemoryMonitor, ZeROPrecision, ZeROStrategy
+    if find_spec("pytorch_lightning"):
+        from lightning_zero.mirror.trainer import MemoryMonitor, ZeROPrecision, ZeROStrategy
 
 __all__ = ["MemoryMonitor", "ZeROPrecision", "ZeROStrategy", "fabric"]
