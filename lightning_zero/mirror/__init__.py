@@ -21,6 +21,7 @@ therefore executed a second time from the same source, with other names in their
 """
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from lightning_zero import fabric
     from lightning_zero.trainer import MemoryMonitor, ZeROPrecision, ZeROStrategy
 else:
-    from lightning_zero.mirror import fabric
+    fabric = import_module("lightning_zero.mirror.fabric")
 
     if find_spec("pytorch_lightning"):
         from lightning_zero.mirror.trainer import MemoryMonitor, ZeROPrecision, ZeROStrategy
