@@ -8,12 +8,9 @@
 - ``deepspeed_config``: demands of a DeepSpeed configuration on the Trainer and the module
 - ``precision``: ``ZeROPrecision``: casting, loss scaling and clipping on pieces
 - ``callbacks``: Lightning's callbacks that read or write weights, adapted to shards
-- ``weight_average``: sharded averages of weights
 - ``dataloader``: training data that ends at the same batch on all ranks
 - ``signals``: signals answered by all ranks at the same batch
-- ``graph_logging``: loggers that draw the model's graph
 - ``memory_monitor``: a callback that logs bytes
-- ``writing_bar``: a progress bar while weights are written to files
 - ``internals``: every private name of Lightning in use
 """
 
