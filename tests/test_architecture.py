@@ -53,7 +53,6 @@ INNER = {
     "comm.collectives",
     "comm.process_groups",
     "comm.rendezvous",
-    "comm.verdicts",
     "comm.one_host",
     "comm.one_host.window",
     "engine.gradients",

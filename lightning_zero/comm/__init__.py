@@ -12,16 +12,13 @@ codec             quantization to few bits
 coded             transport of quantized weights and gradients
 dry               one rank without the others: allocates as it would, sends nothing
 dry_transports    its transports
-write_access      the right to change masters that peers may be reading
 mesh              axes of ranks: shards, replicas
 tensor_parallel   torch's device mesh, and parameters as DTensors
 own_plan          how models of Transformers say that they are cut
 traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
-watchdog          ends a run on all ranks, with one error, when one cannot go on
-observer          where this rank is, as its watchdog's thread sees it
-verdicts          what ranks' places prove, and the errors that end a run
-reports           the watchdogs' notes for each other, in the store
+watchdog          ends a run on all ranks, with one error, when one cannot go on: begin here
+reports           the ranks' notes for each other, in the store
 process_groups    one process group per purpose
 rendezvous        the default group after a restart by torchrun
 """
@@ -50,3 +47,4 @@ from lightning_zero.comm.tensor_parallel import (
 )
 from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shards, Then, sum_into
+from lightning_zero.comm.watchdog import end_at_exit

@@ -5,8 +5,9 @@ Only this folder knows one backend from another.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -17,13 +18,12 @@ from lightning_zero.comm.coded import Cargo, Coded
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis, Mesh
-from lightning_zero.comm.one_host import SharedMemory, SyncWindows
+from lightning_zero.comm.one_host import SharedMemory
 from lightning_zero.comm.point_to_point import PointToPoint
 from lightning_zero.comm.process_groups import group_for, is_initialized
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.traffic import StepTimes, Traffic
 from lightning_zero.comm.transport import Transport
-from lightning_zero.comm.write_access import WriteAccess
 from lightning_zero.tensors import HostCopies, require_abilities
 
 
@@ -40,8 +40,7 @@ class Communicator:
 
     Attributes:
         device: As given.
-        num_changes: How often masters may have changed: it grows at each begin and end of write
-            access, which all ranks take together, and when :meth:`note_change` is called.
+        num_changes: How often masters may have changed: it grows with :meth:`note_change`.
         control: The control plane of all ranks.
         mesh: The ranks along their axes.
         transports: The transport along each axis: the shard axis, and others of several ranks.
@@ -87,8 +86,6 @@ class Communicator:
         self.transports: dict[str, Transport] = {"shard": self.transport}
         if self.mesh.replicate.size > 1:
             self.transports["replicate"] = choose(self.mesh.replicate)
-        if self.transport.reads_peers and self.mesh.shard.size == self.control.world_size:
-            self.control.channel.memory = SyncWindows.among(self.control)
 
     def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
         """Return the fastest transport for an axis (see ``examples/benchmarks/wires.py``)."""
@@ -183,22 +180,28 @@ class Communicator:
         """The copies between the device and its host."""
         return HostCopies(self.device)
 
-    @functools.cached_property
-    def reads_peers(self) -> bool:
-        """Return whether ranks read each other's memory along any axis."""
-        return any(transport.reads_peers for transport in self.transports.values())
-
     def fence(self, sync_point: SyncPoint) -> None:
         """Wait until every rank is here, if ranks read each other's memory."""
-        if self.reads_peers:
+        if any(transport.reads_peers for transport in self.transports.values()):
             self.control.call(sync_point).wait()
 
-    def write_access(self, before: SyncPoint, after: SyncPoint | None = None) -> WriteAccess:
-        """Return the context in which this rank may change its masters; all ranks enter it.
+    @contextlib.contextmanager
+    def write_access(self, sync_point: SyncPoint) -> Iterator[None]:
+        """Enter the context in which this rank may change its masters; all ranks enter it.
 
-        Within it, the device has also finished reading masters that rest on its host.
+        When it begins, all ranks have read the old values; when it ends, also after an exception,
+        all may read the new ones. Where ranks cannot read each other's memory, it does not wait.
         """
-        return WriteAccess(self.fence, before, after or before, self.note_change)
+        self.change_masters(sync_point)
+        try:
+            yield
+        finally:
+            self.change_masters(sync_point)
+
+    def change_masters(self, sync_point: SyncPoint) -> None:
+        """Begin or end to change this rank's masters, once nobody reads them."""
+        self.note_change()
+        self.fence(sync_point)
 
     def note_change(self) -> None:
         """Note that this rank's masters may change, once the device has read those on its host."""

@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from math import inf, nan
 from typing import Any
 
@@ -17,14 +16,11 @@ from torch import Tensor
 from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.process_groups import (
     destroy,
-    failure_on_device,
-    give_up,
-    give_up_devices,
     group_for,
     is_initialized,
     new_group_of_hosts,
 )
-from lightning_zero.comm.reports import Board, Reports, own_store
+from lightning_zero.comm.reports import Reports, own_store
 from lightning_zero.comm.sync_points import Channel, PendingSync, SyncPoint, with_complements
 from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.tensors import runs_outside
@@ -47,7 +43,6 @@ class Control:
         rank: This process's number among all ranks.
         world_size: Number of all ranks.
         log: The collectives that this rank has begun.
-        board: The ranks' notes in the store.
         watchdog: Detects ranks that wait for each other in different places.
         channel: The way of sync points.
     """
@@ -67,24 +62,25 @@ class Control:
     def _enter(self) -> None:
         """Begin to be watched, under a number that is new and the same on all ranks."""
         global _last_number
-        has_peers = self.world_size > 1 and dist.get_backend() != "fake"
-        number = _last_number + has_peers
-        self._watch(number, has_peers=has_peers)
-        if has_peers:
-            # A rank may have begun another control plane alone, or less far than the others.
-            _last_number = max(self.gather_objects(number))
-            if number != _last_number:
-                self.watchdog.forget()
-                self._watch(_last_number, has_peers=has_peers)
-            # Ranks that come to different places could not make it there: some would never come,
-            # and no verdict ends the wait for them.
-            _ = self.channel.group
+        if self.world_size == 1 or dist.get_backend() == "fake":
+            self._watch(None)
+            return
+        self._watch(number := _last_number + 1)
+        # A rank may have begun another control plane alone, or less far than the others.
+        _last_number = max(self.gather_objects(number))
+        if number != _last_number:
+            self.watchdog.forget()
+            self._watch(_last_number)
+        # Ranks that come to different places could not make it there: some would never come, and
+        # nothing ends the wait for them.
+        _ = self.channel.group
 
-    def _watch(self, number: int, *, has_peers: bool) -> None:
-        store = own_store(alone=not has_peers)
-        self.board = Board(store, f"lightning_zero/{number}", self.rank, self.world_size)
-        reports = Reports(self.board) if has_peers else None
-        self.watchdog = Watchdog(self.log, reports, give_up, give_up_devices, failure_on_device)
+    def _watch(self, number: int | None) -> None:
+        reports = None
+        if number is not None:
+            prefix = f"lightning_zero/{number}"
+            reports = Reports(own_store(), prefix, self.rank, self.world_size)
+        self.watchdog = Watchdog(self.log, reports)
         self.channel = Channel(self.world_size, self.log, self.watchdog.describe)
 
     # -- sync points -----------------------------------------------------------------------------
@@ -177,7 +173,7 @@ class Control:
             nothing on other ranks.
         """
         chunks = torch.split(part, MESSAGE_BYTES) if part.numel() else ()
-        with self.log.busy():
+        with self.log.explained():
             if self.rank:
                 for chunk in chunks:
                     dist.send(chunk.to("cpu"), 0, group=self._group)
@@ -215,31 +211,6 @@ class Control:
             destroy(other._group)
             other._group = None
         self._separated = []
-
-    def last_words(self, timeout: timedelta, words: str = "") -> list[str] | None:
-        """Return every rank's ``words``, if all can be reached and call this within ``timeout``.
-
-        Goes through the store: a collective that a rank never joins could not be given up.
-        """
-        board = self.board
-        try:
-            board.put("reached", words)
-            if self.watchdog.has_given_up or not board.wait(
-                timeout.total_seconds(),
-                lambda: board.is_decided("lost") or board.get("reached"),
-            ):
-                board.decide("lost")
-            found = None if board.is_decided("lost") else board.get("reached")
-            if found is None:
-                return None
-            board.put("agreed")
-            if self.rank == 0:  # its exit may end the store, which others still read
-                board.wait(timeout.total_seconds(), lambda: board.get("agreed"))
-        except RuntimeError:
-            return None
-        # All ranks have survived what ended the run, and end it together.
-        self.watchdog.pardon()
-        return found
 
 
 class _Pickler(pickle.Pickler):

@@ -6,11 +6,9 @@ pile up in a process that alternately fits, validates and tests.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -127,19 +125,11 @@ def destroy(group: Any) -> None:
             dist.destroy_process_group(group)
 
 
-def end_at_exit() -> None:
-    """Destroy all groups when the process exits.
-
-    Lightning destroys only NCCL's; gloo threads still alive then occasionally abort the process.
-    """
-    atexit.unregister(_end)
-    atexit.register(_end)
-
-
-def _end() -> None:
+def end(*, after_error: bool) -> None:
+    """Destroy all groups, before the process exits."""
     if dist.is_initialized():
-        if getattr(sys, "last_value", None) is not None:
-            # An exception has ended this rank: what its devices still send may never be received.
+        if after_error:
+            # What the devices of this rank still send may never be received.
             give_up_devices()
         _let_go()
         dist.destroy_process_group()

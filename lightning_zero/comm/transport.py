@@ -136,7 +136,7 @@ class Transport(ABC):
     """
 
     reads_peers: ClassVar[bool] = False
-    """Whether ranks read each other's memory, so that a gather needs no peer to take part."""
+    """Whether ranks read each other's memory; of interest only within this folder."""
     has_tags: ClassVar[bool] = True
     """Whether more than the order tells one unit's messages from another's."""
 
@@ -152,7 +152,7 @@ class Transport(ABC):
     @property
     def gathers_together(self) -> bool:
         """Return whether a gather needs every rank to take part."""
-        return self.size > 1 and not self.reads_peers
+        return self.size > 1
 
     @property
     def gathers_in_order(self) -> bool:

@@ -1,28 +1,42 @@
 """A watchdog that ends a run on all ranks, with one error, when one of them cannot go on.
 
-Three things end a run; in each case every rank raises the same text, the **verdict**.
+Ranks fail in four ways, and each is found in one::
 
-1. **The ranks have diverged.** If one rank runs a unit that another skips, they wait in different
-   collectives, and both would wait until the process group's timeout. So a thread on each rank
-   checks four times a second how long the rank has been waiting, and after two seconds reports to
-   the others where::
+    a rank raises         it writes the error under `end` before it exits
+    a rank is killed      its peers' connections break; the first to notice writes `end`
+    ranks come to         each message of a sync point begins with a checksum of what its rank has
+    different sync points done since the last; all ranks compare it there (`sync_points`)
+    ranks wait for        each writes where it waits under `place`; whoever reads a deadlock
+    different collectives writes `end`
 
-       rank 0 is at "the gradients of blocks.3", the 12th of that kind, and has begun these: {...}
+There are two kinds of notes in the store::
 
-   A deadlock is then not guessed but **proven**: all ranks are waiting at the same time, each for
-   a collective that some other waiting rank has not begun. A rank that computes, loads data or
-   writes a file may take as long as it likes. One that its device blocks, behind a message that
-   another rank never sends, looks like one that computes. It is told by its **course**, the order
-   of what it has begun, or by its last message: if another rank has not begun that, and waits.
-2. **A rank has failed**: before an exception ends its run, it announces this to the others. An
-   exception that the user catches ends nothing, and only ranks that are waiting are interrupted.
-3. **A connection has broken** without an announcement. The rank that notices, or the thread of a
-   device's backend, calls the roll: the threads answer where their ranks are, and a rank that does
-   not answer is gone.
+    end       the error that ends the run; whoever writes first, wins
+    place/r   where rank r waits; empty while it goes on; "left" when it asks for nothing more
 
-Waiting ranks then give up their connections, so that the waits raise. A rank may also be blocked
-by its device, in a copy to the host behind a collective that never ends, which looks like work. So
-a rank that has not ended :data:`GRACE_SECONDS` after the verdict aborts its devices' groups.
+A thread of each rank looks at them four times a second::
+
+    main thread                 watchdog's thread                         store
+
+    begin, wait ── log ──────>  waits for 2 s? ──── report ───────────>  place/r
+                                all have reported? <─── all places ────  place/*
+                                  a deadlock? ───── the error ────────>  end
+                                has the run ended? <────────────────────  end
+    the wait raises <────────── gives up all connections
+    raises the error
+
+A deadlock is not guessed but **proven**: all ranks wait at the same time, each for a collective
+that another of them has not begun. A rank that computes, loads data or writes a file may take as
+long as it likes: it has not reported. On a device, messages are only queued, and the host may be
+blocked anywhere behind one that never ends. So a rank that begins nothing for 5 s reports the last
+message that it has queued, as if it waited for that; the proof is the same.
+
+A rank that waits when the run ends gives up its connections at once, so that the wait raises. One
+that computes raises at its next collective; if it waits in a collective of the user's own, which no
+log knows, it gives up its connections :data:`GRACE_SECONDS` later.
+
+The process of rank 0 usually hosts the store, which the others' threads ask until they have left
+the run. So it exits last: it tells them that it is about to exit and waits until all have left.
 """
 
 from __future__ import annotations
@@ -33,39 +47,115 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping
 from math import inf
 from multiprocessing.util import Finalize
 from time import monotonic, sleep
+from types import FrameType
 
 import torch.distributed as dist
 
+from lightning_zero.comm import process_groups
 from lightning_zero.comm.collective_log import CollectiveLog
-from lightning_zero.comm.observer import Observer
-from lightning_zero.comm.process_groups import is_of_connection
-from lightning_zero.comm.reports import Reports, Whereabouts
-from lightning_zero.comm.verdicts import (
-    diverged,
-    lost,
-    patience_with,
-    stays,
-    wait_for_each_other,
-)
+from lightning_zero.comm.reports import OVER, Report, Reports
 
 log = logging.getLogger(__name__)
 
 TICK = 0.25
 """Seconds between looks."""
 
+PATIENCE = 2.0
+"""Seconds of waiting before a rank reports where it is."""
+
+QUIET_SECONDS = 5.0
+"""Seconds after which a rank that begins nothing may be blocked by its device."""
+
 GRACE_SECONDS = 5.0
-"""How long after a verdict a rank that waits nowhere keeps the groups of its devices."""
+"""How long after the end a rank that waits nowhere keeps its connections."""
 
-FAREWELL_SECONDS = 1.0
-"""How long rank 0, whose exit may end the store, stays so that others can read the verdict."""
+EXIT_SECONDS = 1.0, 5.0
+"""How long rank 0 waits at its exit for ranks that have not left, after an error and without."""
 
-CLOSING_SECONDS = 5.0
-"""The same at the end of a run that went well, so that the others can end their watch."""
+TOUCH = "access between steps to the weights of"
+GRADIENT = "access to a gradient"
+"""Places at which ranks usually diverge because only some of them run the code."""
+
+_CURES = {
+    TOUCH: (
+        "Between steps, code that reads or changes a sharded parameter gathers its unit, which"
+        " needs all ranks. Run that code on every rank, or first gather on every rank:"
+        " `with lightning_zero.gathered(module):`."
+    ),
+    GRADIENT: (
+        "Gradients are sharded, so reading one needs all ranks. Before code that only some ranks"
+        " run, call `lightning_zero.full_grad(parameter)` for a whole gradient or"
+        " `lightning_zero.grad_norm(module)` for the norm on every rank."
+    ),
+    "": (
+        "Every rank must run the same units, backward passes and steps. If the ranks have different"
+        " amounts of data, or one rank takes a branch that others do not, run the same modules on"
+        " every rank, with a repeated batch or a loss multiplied by 0; gather the weights first"
+        " (`with lightning_zero.gathered(module):`); or, without gradients, run the modules in"
+        " `with lightning_zero.join(module):`."
+    ),
+}
+"""What to do, by the first of these keys that a rank's place contains."""
+
+
+def diverged(places: Mapping[int, object]) -> str:
+    """Return the error for ranks in different places, by rank."""
+    where = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
+    cure = next(cure for what, cure in _CURES.items() if what in where)
+    return f"The ranks have diverged: {where}. {cure}"
+
+
+def lost(places: Mapping[int, object], error: BaseException, world_size: int) -> str:
+    """Return the error for a broken connection, with the places of the ranks that have one."""
+    where = "".join(f"; rank {rank} {place}" for rank, place in sorted(places.items()))
+    silent = [str(rank) for rank in range(world_size) if rank not in places]
+    ranks = f"; no report from rank{'s' * (len(silent) > 1)} {', '.join(silent)}" if silent else ""
+    return (
+        f"A connection between ranks has failed ({str(error).splitlines()[0]}). A rank was killed,"
+        " ran out of memory, or exited without an error: the launcher's output or the system log"
+        f" names it{where}{ranks}."
+    )
+
+
+def failed(rank: int, step: int, error: BaseException) -> str:
+    """Return the error on all ranks for the failure of ``rank`` with ``error``."""
+    lines = list(traceback.walk_tb(error.__traceback__))
+    users = [(frame, line) for frame, line in lines if not _is_library(frame)] or lines[-1:]
+    where = "".join(f" at {frame.f_code.co_filename}:{line}" for frame, line in users[-1:])
+    text = next(iter(str(error).splitlines()), "")
+    what = f"{type(error).__name__}{text and ': '}{text}"
+    return (
+        f"Rank {rank} failed in step {step}{where}: {what}\n"
+        "The other ranks, which were waiting for it, stop too."
+    )
+
+
+def are_stuck(everyone: Mapping[int, Report]) -> bool:
+    """Return whether each rank waits for a collective that another waiting rank has not begun."""
+    waiting = [report for report in everyone.values() if report.name]
+    names: dict[int, str] = {}
+    for number, name in (one.queued for one in everyone.values()):
+        if names.setdefault(number, name) != name:
+            return True  # two messages without tags have met, so neither ends
+    return bool(waiting) and all(
+        any(other.begun.get(one.channel, 0) < one.number for other in everyone.values())
+        for one in waiting
+    )
+
+
+def stays(before: Report, now: Report) -> bool:
+    """Return whether a rank stayed in the same place between two reports.
+
+    The first report may be old, and the next look may have been taken before it was read; the look
+    after that cannot have been.
+    """
+    return before.wait == now.wait and (not now.name or now.look >= before.look + 2)
 
 
 class Watchdog:
@@ -73,116 +163,106 @@ class Watchdog:
 
     Args:
         collectives: The log of this rank.
-        reports: The ranks' reports; without them nothing is watched.
-        give_up: Makes pending waits on connections raise; called from the thread.
-        give_up_devices: The same for connections of devices only.
-        failure: Returns what has failed on a device, if anything.
+        reports: The ranks' notes; without them nothing is watched.
     """
 
-    def __init__(
-        self,
-        collectives: CollectiveLog,
-        reports: Reports | None = None,
-        give_up: Callable[[], None] = lambda: None,
-        give_up_devices: Callable[[], None] = lambda: None,
-        failure: Callable[[], str] = str,
-    ) -> None:
-        self._log = collectives
-        self._observer = Observer(collectives)
-        self._reports = reports
-        self._give_up, self._give_up_devices = give_up, give_up_devices
-        self._failure = failure
-        self._read_at: float | None = None  # when the verdict was read, until devices are given up
+    def __init__(self, collectives: CollectiveLog, reports: Reports | None = None) -> None:
+        self._log, self._reports = collectives, reports
+        self._ended_at: float | None = None
         # The owner may be collected as garbage, and leave, at any place of any thread, also while
         # that thread looks: it may then hold this lock, and may hold those of logging.
         self._mutex = threading.RLock()
-        self._suspects: dict[int, Whereabouts] = {}
+        self._suspects: dict[int, Report] = {}
         self._has_reported = self._has_left = False
         self._reads_after = 0.0
+        self._looks = 0
+        self._quiet = (0, 0, 0.0)
         if reports is not None:
             collectives.explain = self.explain
-            _watchdogs[id(self)] = self
             _start_to_look()
+            _watchdogs[id(self)] = self
 
-    @property
-    def has_given_up(self) -> bool:
-        """Return whether this rank's connections can no longer be used."""
-        return bool(self._log.verdict)
+    # -- where this rank is ----------------------------------------------------------------------
 
-    def describe(self, place: str) -> str:
-        """Return a description of this rank at ``place``."""
-        return str(self._observer.at(place))
+    def place(self) -> Report | None:
+        """Return where this rank waits or may be blocked, or ``None`` if it is nowhere such."""
+        self._looks += 1
+        count, seen, since = sum(dict(self._log.begun).values()), *self._quiet[1:]
+        if count != self._quiet[0]:
+            seen, since = self._looks, monotonic()
+        self._quiet = count, seen, since
+        if (waiting := self._log.waiting) is not None:
+            collective, caller = waiting.collective, _caller(waiting.frame)
+            number, began = waiting.number, waiting.since
+        elif self._log.untagged is not None and monotonic() - since > QUIET_SECONDS:
+            collective, caller, number, began = self._log.untagged, "", -seen, since
+        else:
+            return None
+        last = self._log.untagged
+        queued = (0, "") if last is None else (last.number, last.name)
+        begun = dict(self._log.begun)
+        fields = number, self._looks, monotonic() - began, begun, queued
+        return Report(*collective, self._log.step, caller, *fields)
+
+    def describe(self, name: str) -> str:
+        """Return a description of this rank, which waits for the collective of this name."""
+        return str(Report(name, "", 0, self._log.step, _caller(sys._getframe(1))))
 
     # -- the end of a run ------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """Raise the verdict if ``error`` is of a broken connection; do nothing for other errors."""
-        verdict = self._verdict_on(error)
-        if verdict:
-            raise RuntimeError(verdict) from error
+        """Raise the error that ends the run if ``error`` is of a broken connection."""
+        if self._reports is not None and process_groups.is_of_connection(error):
+            self._lose(self._reports, error)
+            raise RuntimeError(self._log.verdict) from error
 
-    def _verdict_on(self, error: BaseException) -> str:
-        reports = self._reports
-        if reports is None or not is_of_connection(error):
-            return ""
-        here = self._observer.describe
-        try:
-            if not reports.look(here) and not self._has_left:
-                answers = reports.call_roll(here)
-                if not reports.verdict:
-                    reports.publish(lost(answers, error, reports.board.world_size))
-        except RuntimeError:
-            # The store is gone, and so is rank 0, which hosts it unless torchrun's agent does.
-            reports.verdict = reports.verdict or lost({}, error, 1)
-        gives_up = bool(reports.verdict) and not self.has_given_up
-        self._log.verdict = reports.verdict  # first: a rank that its device lets go must raise it
-        if gives_up:
+    def _lose(self, reports: Reports, error: BaseException) -> None:
+        """End the run because a connection has broken, unless it has ended."""
+        had_ended = bool(self._log.verdict)
+        if not had_ended:
+            verdict = ""
+            with contextlib.suppress(RuntimeError):  # the store may be gone, with rank 0
+                places = reports.get()
+                if (here := self.place()) is not None:
+                    places[reports.rank] = here
+                verdict = reports.publish(lost(places, error, reports.world_size))
+            gone = verdict in ("", OVER)
+            # Before anything is given up: a rank that its device lets go must raise it.
+            self._log.verdict = lost({0: "has exited"}, error, 1) if gone else verdict
             # What a device still sends would never arrive, and the process could not exit.
-            self._give_up_devices()
-        return reports.verdict
+            process_groups.give_up_devices()
 
     def end(self, error: BaseException) -> None:
         """End the run on all ranks because ``error`` ends it on this one.
 
-        A broken connection's error is on its way to the user: the verdict replaces its text.
+        A broken connection's error is on its way to the user: the run's replaces its text.
         """
-        if verdict := self._verdict_on(error):
-            error.__cause__, error.args = RuntimeError(*error.args), (verdict,)
-        elif self._reports is not None and not self._has_left and not self.has_given_up:
+        reports = self._reports
+        if reports is None or self._has_left:
+            return
+        if process_groups.is_of_connection(error):
+            self._lose(reports, error)
+            error.__cause__, error.args = RuntimeError(*error.args), (self._log.verdict,)
+        elif not self._log.verdict:
             with contextlib.suppress(RuntimeError):
-                self._reports.publish(self._observer.fate(self._reports.board.rank, error))
+                reports.publish(failed(reports.rank, self._log.step, error))
 
-    def pardon(self) -> None:
-        """Stop watching: an error ends the run, but all ranks are alive and end it together."""
-        self.forget()
-        if self._reports is not None:
-            self._reports.verdict = ""
-
-    def leave(self, *, is_exiting: bool = False) -> None:
+    def leave(self) -> None:
         """Report that this rank begins no more collectives, and stop watching it.
 
-        Collectives that it begins afterwards, with others that have left too, are not watched. If
-        the process ``is_exiting`` and may host the store, the others stop to watch as well.
+        Collectives that it begins afterwards, with others that have left too, are not watched.
         """
-        if self._reports is None or self._has_left:
-            return
         self.forget()
         with self._mutex:
-            self._has_left = True
-            if self._reports.is_over:
-                return  # and the store with it
-            with contextlib.suppress(RuntimeError):
-                is_host = self._reports.board.rank == 0
-                if self._reports.verdict and is_host:
-                    self._reports.wait_for_readers(FAREWELL_SECONDS)
-                self._say_goodbye(self._reports)
-                if is_exiting and is_host and not self._reports.verdict:
-                    self._reports.close(CLOSING_SECONDS)
+            if self._reports is not None and not self._has_left:
+                self._leave(self._reports)
 
-    def _say_goodbye(self, reports: Reports) -> None:
-        reports.put(self._observer.at(""))
-        reports.answer(str(self._observer.at("")))
-        reports.board.put("left")
+    def _leave(self, reports: Reports) -> None:
+        self._has_left = True
+        if reports.rank == 0:
+            _left_by_host.append(reports)
+        with contextlib.suppress(RuntimeError):
+            reports.put(Report("", "", 0, self._log.step, begun=dict(self._log.begun)))
 
     def forget(self) -> None:
         """Stop watching."""
@@ -196,40 +276,36 @@ class Watchdog:
         with self._mutex:
             if not self._has_left and self._reports is not None:
                 proven = self._look(self._reports)
-                if self._has_left:
-                    self._say_goodbye(self._reports)
-        # Not within the lock, which a rank that leaves takes: to give up devices may last.
-        if self._reports is not None and not self._has_left and not self._reports.verdict:
-            failed = self._failure()
-            proven = self._verdict_on(dist.DistBackendError(failed)) if failed else proven
+        # Not within the lock, which a rank that leaves takes: to give up connections may last.
         if proven:
             log.error("%s", proven)
+        if self._ended_at is not None:
+            self._obey()
+        elif self._reports is not None and (what := process_groups.failure_on_device()):
+            self._lose(self._reports, dist.DistBackendError(what))
 
     def _look(self, reports: Reports) -> str:
-        """Look, and return the verdict if it is this rank that has proven it."""
-        here = self._observer.look()
-        if reports.look(self._observer.describe):
-            self._obey(here, reports.verdict)
+        """Look, and return the error that ends the run if it is this rank that has proven it."""
+        if end := reports.end:
+            if end != OVER:
+                self._log.verdict, self._ended_at = end, monotonic()
+            self._leave(reports)
+            if end == OVER:
+                self.forget()
             return ""
-        if reports.is_over and (here is None or here.is_blocked):
-            self.forget()
-            reports.board.put("left")
-            return ""
-        if here is None or here.seconds < patience_with(here):
+        here = self.place()
+        if here is None or here.seconds < PATIENCE:
             if self._has_reported:
                 reports.put(None)
             self._has_reported, self._suspects, self._reads_after = False, {}, 0.0
             return ""
-        with contextlib.suppress(RuntimeError):
-            reports.put(here)
+        reports.put(here)
         self._has_reported = True
         if here.seconds < self._reads_after and not self._suspects:
             return ""
-        if everyone := reports.get():
-            self._reads_after = 2 * here.seconds  # they are as many as there are ranks
-        if any(self._log.course.parts_from(other.course) for other in everyone.values()):
-            return reports.publish(diverged(everyone))
-        if not wait_for_each_other(everyone):
+        everyone = reports.get()
+        self._reads_after = 2 * here.seconds  # they are as many as there are ranks
+        if len(everyone) < reports.world_size or not are_stuck(everyone):
             self._suspects = {}
         elif not self._suspects:
             self._suspects = everyone
@@ -239,23 +315,45 @@ class Watchdog:
             self._suspects = {}
         return ""
 
-    def _obey(self, here: Whereabouts | None, verdict: str) -> None:
-        """Make this rank's waits raise, also those that only its device knows of."""
-        if here is not None and not here.is_blocked and here.seconds > TICK:
-            self._log.verdict = verdict
-            self._give_up()
-        elif self._read_at is None:
-            self._read_at = monotonic()
-        elif monotonic() - self._read_at > GRACE_SECONDS:
-            self._read_at = inf
-            self._log.verdict = verdict
-            self._give_up_devices()
+    def _obey(self) -> None:
+        """Make this rank's waits raise, also those that the log does not know."""
+        waiting, ended_at = self._log.waiting, self._ended_at
+        assert ended_at is not None
+        if waiting is not None and monotonic() - waiting.since > TICK:
+            process_groups.give_up()
+        elif monotonic() - ended_at > GRACE_SECONDS:
+            self._ended_at = inf
+            process_groups.give_up()
 
+
+# -- frames ----------------------------------------------------------------------------------------
+
+_NOT_CALLERS = {
+    "torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric",
+    "lightning_zero", "contextlib", "threading", "functools",
+}  # fmt: skip
+
+
+def _caller(frame: FrameType | None) -> str:
+    """Return the innermost line outside of torch, Lightning and this package."""
+    while frame is not None and _is_library(frame):
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_CALLERS
+
+
+# -- the process -----------------------------------------------------------------------------------
 
 _watchdogs: weakref.WeakValueDictionary[int, Watchdog] = weakref.WeakValueDictionary()
 """By id. Unlike the iteration of a weak set, ``valuerefs`` needs no lock, which a collected owner
 might wait for in the thread that holds it."""
+_left_by_host: list[Reports] = []
+"""The notes of runs that rank 0 has left, and the others may still ask for."""
 _process = 0
+_ends_groups = False
 
 
 def _watched() -> list[Watchdog]:
@@ -267,20 +365,45 @@ def _start_to_look() -> None:
     global _process
     if _process != os.getpid():
         _process = os.getpid()
-        atexit.unregister(_say_farewell)
-        atexit.register(_say_farewell)
-        # What multiprocessing forks ends without the above; others leave once.
-        Finalize(None, _say_farewell, exitpriority=0)
+        _watchdogs.clear()  # of the process that forked this one
+        _left_by_host.clear()
+        atexit.register(_exit)
+        # What multiprocessing forks ends without the above.
+        Finalize(None, _exit, exitpriority=0)
         threading.Thread(target=_look_now_and_then, name="zero.watchdog", daemon=True).start()
 
 
-def _say_farewell() -> None:
+def end_at_exit() -> None:
+    """Destroy all process groups when the process exits, after all ranks have left.
+
+    Lightning destroys only NCCL's; gloo threads still alive then occasionally abort the process.
+    """
+    global _ends_groups
+    if not _ends_groups:
+        _ends_groups = True
+        atexit.register(_exit)
+
+
+def _exit() -> None:
     """Leave when this process ends, and end the run on all ranks if an exception ends it."""
-    error: BaseException | None = getattr(sys, "last_value", None)
+    # Of a process that multiprocessing started, the exception is being handled now.
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        error = error.__context__ if error.code else None
+    has_failed = error is not None
     for watchdog in _watched():
         if error is not None:
             watchdog.end(error)
-        watchdog.leave(is_exiting=True)
+        watchdog.leave()
+    runs, _left_by_host[:] = _left_by_host[:], []
+    deadline = monotonic() + EXIT_SECONDS[not has_failed]
+    for reports in runs:
+        with contextlib.suppress(RuntimeError):
+            if reports.publish(OVER) != OVER:
+                deadline = min(deadline, monotonic() + EXIT_SECONDS[0])
+            reports.wait_until_left(deadline - monotonic())
+    if _ends_groups:
+        process_groups.end(after_error=has_failed)
 
 
 def _look_now_and_then() -> None:

@@ -102,7 +102,6 @@ class Engine:
         self._backward = Backward(*parts)
         self._hooks = Hooks(sharded.units, self._backward.on_grad)
         self._forward = Forward(*parts, self._backward, self._hooks)
-        self._step_access = comm.write_access(SyncPoint.STEP, SyncPoint.STEPPED)
         sharded.shown.on_touch = self._forward.touch
         self._forward.hook_modules()
         self._step.close()
@@ -246,13 +245,13 @@ class Engine:
     def _before_step(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
         self.sharded.keep_edits()
-        self._step_access.begin()
+        self.comm.change_masters(SyncPoint.STEP)
         for transport in self.comm.transports.values():
             transport.drop_outgrown()
 
     def _after_step(self, pieces: Sequence[Piece]) -> None:
         """Refresh weights from the stepped masters."""
-        self._step_access.end()
+        self.comm.change_masters(SyncPoint.STEPPED)
         self._step.keeps_graph = False
         if not self._step.is_inside:
             self._step.close()

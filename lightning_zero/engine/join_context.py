@@ -19,8 +19,7 @@ class Join:
     helping until all have.
 
     Attributes:
-        must_ask: Whether gathers need other ranks at all: not where ranks read each other's memory,
-            or nothing rests.
+        must_ask: Whether gathers need other ranks at all: not where nothing rests.
         is_open: Whether the context was entered.
         asks: Whether a gather must be asked for now.
     """

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_zero.comm import PendingSync, SyncPoint
-from lightning_zero.engine.flag_checks import ChangeCheck, UnitCheck
+from lightning_zero.engine.flag_checks import ChangeCheck
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 
@@ -31,11 +31,8 @@ class ReductionOrder:
         self._units = units = sharded.units
         self._control = sharded.comm.control
         num_parameters = sum(len(unit.gradients.parameters) for unit in units)
-        self._control.channel.reserve(
-            len(units) + max(num_parameters, len(units) + ChangeCheck.NUM_FLAGS)
-        )
+        self._control.channel.reserve(len(units) + max(num_parameters, ChangeCheck.NUM_FLAGS))
         self._change_check = ChangeCheck(sharded)
-        self._unit_check = UnitCheck(sharded)
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None
         self._under_way: Unit | None = None
@@ -57,7 +54,7 @@ class ReductionOrder:
         self._left = None
         have_run = [unit.calls.have_run for unit in self._units]
         have_run[-1] = True
-        flags = [*self._change_check.flags(), *self._unit_check.flags(have_run)]
+        flags = [*self._change_check.flags(), *have_run]
         self._work = self._control.call(SyncPoint.BEGIN, bytes(flags))
         if self._change_check.has_frozen:
             self._turns_left()  # now: this rank may have no gradients that would ask for it
@@ -79,7 +76,6 @@ class ReductionOrder:
             maxima = self._work.wait()
             has_turn = maxima[ChangeCheck.NUM_FLAGS :]
             self._change_check.compare(maxima[: ChangeCheck.NUM_FLAGS], self._work.exchange)
-            self._unit_check.compare(has_turn)
             self._left = [
                 unit for unit in self._order if has_turn[unit.index] and unit.gradients.is_wanted
             ]

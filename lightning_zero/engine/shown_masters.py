@@ -16,10 +16,8 @@ _MOST = 2
 class ShownMasters:
     """The units whose whole masters are shown.
 
-    Those that code between steps touches are shown until it touches others. Where a gather needs
-    every rank, all ranks must touch the same units, in the same order. Where ranks read each
-    other's memory, no touch waits for another rank: there an edited unit stays whole until all
-    ranks meet, as others may still read its masters. A unit that an autograd graph has used stays
+    Those that code between steps touches are shown until it touches others. All ranks must touch
+    the same units, in the same order. A unit that an autograd graph has used stays
     whole while the graph lives, or until the next step, as under DDP the step changes it.
 
     Those within :meth:`gathered` are shown to the end of the context, whatever runs in it.
@@ -76,12 +74,7 @@ class ShownMasters:
         for unit in [unit for unit in self._touched if not any(unit in each for each in kept)]:
             if len(self._touched) <= count:
                 return
-            if unit.weights.is_edited:
-                if self._comm.transport.reads_peers:
-                    continue
-                # Without write access, for which other ranks would have to be here.
-                self._comm.note_change()
-                unit.weights.store_edits()
+            unit.weights.keep_edits()
             unit.weights.hide_masters()
             self._touched.remove(unit)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, process_groups
+from lightning_zero.comm import Communicator, end_at_exit
 from lightning_zero.engine import Engine, piece_among
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
@@ -119,9 +119,9 @@ class ZeROStrategy(SavingStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        process_groups.end_at_exit()
-        # When the strategy goes, at the latest when the process ends: Fabric has no teardown.
-        weakref.finalize(self, _leave, self.engines)
+        end_at_exit()
+        # When the strategy goes, as Fabric has no teardown. What an exception ends leaves at exit.
+        weakref.finalize(self, _leave, self.engines).atexit = False
 
     @override
     @contextmanager

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from lightning_zero.comm import enter_group, process_groups
+from lightning_zero.comm import end_at_exit, enter_group, process_groups
 from lightning_zero.fabric import Sharding
 from lightning_zero.trainer.run import Run
 
@@ -40,7 +40,7 @@ class RankStrategy(Sharding, DDPStrategy):
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             self._enter_group()
         super().setup_distributed()
-        process_groups.end_at_exit()
+        end_at_exit()
 
     def _enter_group(self) -> None:
         """Make the group before Lightning does, in a store without keys from before a restart."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
-
-_PEERS_TIMEOUT = timedelta(seconds=5)
 
 
 @dataclass
@@ -59,28 +56,21 @@ class Run:
     restores: bool = True
 
     def may_gather(self, engine: Engine) -> bool:
-        """Return whether weights can be made whole, even after an exception; warn if not.
-
-        All ranks must respond, and no optimizer step may have ended half-way on any of them.
-        """
+        """Return whether weights can be made whole; warn if an exception prevents that."""
         if not self.has_failed:
             return True
-        state = "torn" if engine.is_torn else "whole"
-        found = self.comm.control.last_words(_PEERS_TIMEOUT, state)
-        if found is not None:
-            if "torn" not in found:
-                return True
+        if self.comm.control.world_size > 1:
+            log.warning(
+                "An exception ended the run. The parameters stay sharded, as whole weights need all"
+                " ranks. Resume from a checkpoint."
+            )
+            return False
+        if engine.is_torn:
             log.warning(
                 "An optimizer step or a load was interrupted halfway, so whole weights would mix"
                 " new and old values. The parameters stay sharded. Resume from a checkpoint."
             )
-            return False
-        # Any rank may be the only survivor, so each of them logs it.
-        log.warning(
-            "Other ranks died with the exception, so their shards are lost and the parameters stay"
-            " sharded. Resume from a checkpoint."
-        )
-        return False
+        return not engine.is_torn
 
 
 def facts_of(trainer: pl.Trainer, precision: ZeROPrecision) -> dict[str, dict[str, Any]]:

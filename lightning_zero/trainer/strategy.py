@@ -13,6 +13,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
 from torch import nn
 from typing_extensions import override
@@ -300,7 +301,8 @@ class ZeROStrategy(SavingStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._run is not None:
+        is_signal = isinstance(exception, SIGTERMException)  # which all ranks answer together
+        if self._run is not None and not (is_signal and self._run.signals is not None):
             self._run.has_failed = True
             self._run.comm.control.watchdog.end(exception)
         if self._open_engine is not None:

@@ -1,104 +1,151 @@
-"""What a watch does about a verdict where its rank seems to compute, and of whom it is free."""
+"""What a watchdog proves, what it does about the end of a run, and how it leaves."""
 
 from __future__ import annotations
 
 import gc
-import re
-import sys
 import time
 import weakref
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from pytest_mock import MockerFixture
 
-from lightning_zero.comm import Control, SyncPoint, verdicts, watchdog
+from lightning_zero.comm import Control, SyncPoint, process_groups, watchdog
 from lightning_zero.comm import control as control_module
-from lightning_zero.comm.collective_log import Course
+from lightning_zero.comm.reports import Report
+from lightning_zero.comm.watchdog import are_stuck, stays
+from tests.oracle.launch import run_script
 from tests.oracle.ranks import Pools, RankError
 from tests.oracle.watch import impatient
 
+# ---------------------------------------------------------------------------- the proof
 
-def test_a_rank_blocked_by_its_device_gives_up_its_groups_once(mocker: MockerFixture) -> None:
-    now = mocker.patch.object(watchdog, "monotonic", return_value=0.0)
-    mocker.patch.object(watchdog.Observer, "look", return_value=None)
-    reports: Any = mocker.Mock(verdict="the verdict", is_over=False)
-    reports.look.return_value = ""
-    give_up, devices = mocker.Mock(), mocker.Mock()
+
+def at(name: str, number: int, *, wait: int = 1, look: int = 1, **begun: int) -> Report:
+    return Report(name, name, number, 0, "train.py:1", wait, look, 9.0, begun)
+
+
+def queued(name: str, number: int, **begun: int) -> Report:
+    """A message without a tag."""
+    return Report(
+        name, "gather", number, 0, begun={"gather": number, **begun}, queued=(number, name)
+    )
+
+
+@pytest.mark.parametrize(
+    ("everyone", "is_proven"),
+    [
+        # Each waits for what the other has not begun.
+        ([at("a", 1, a=1), at("b", 1, b=1)], True),
+        # The first is only slow: the second has sent its part.
+        ([at("a", 1, a=1), at("b", 1, a=1, b=1)], False),
+        # The same name, but not the same time.
+        ([at("a", 2, a=2), at("b", 1, a=1, b=1)], True),
+        # A rank that has left comes to nothing more.
+        ([at("a", 1, a=1), at("", 0)], True),
+        ([at("a", 1, a=1), at("", 0, a=1)], False),
+        # Two wait for each other, a third for what is under way.
+        ([at("a", 1, a=1, c=1), at("b", 1, b=1, c=1), at("c", 1, c=1)], False),
+        # A device may wait for a message that the other rank has passed over.
+        ([queued("x", 2), at("b", 1, b=1, gather=1)], True),
+        ([queued("x", 2), at("b", 1, b=1, gather=2)], False),
+        # Messages of two units have met.
+        ([queued("x", 2), queued("y", 2)], True),
+        ([queued("x", 2), queued("x", 2)], False),
+    ],
+)
+def test_when_ranks_are_stuck(everyone: list[Report], is_proven: bool) -> None:
+    assert are_stuck(dict(enumerate(everyone))) is is_proven
+
+
+def test_two_looks_later() -> None:
+    before = at("a", 1, wait=5, look=3)
+    assert not stays(before, at("a", 1, wait=5, look=4))
+    assert stays(before, at("a", 1, wait=5, look=5))
+    assert not stays(before, at("a", 1, wait=6, look=9))
+
+
+# ---------------------------------------------------------------------------- the end of a run
+
+
+@pytest.fixture
+def given_up(mocker: MockerFixture) -> list[str]:
+    """What connections are given up."""
+    found: list[str] = []
+    for name in ("give_up", "give_up_devices"):
+        mocker.patch.object(process_groups, name, lambda name=name: found.append(name))
+    return found
+
+
+def watched(mocker: MockerFixture) -> tuple[Any, Any, watchdog.Watchdog]:
+    reports: Any = mocker.Mock(end="", rank=1, world_size=2)
+    reports.get.return_value = {}
+    reports.publish.side_effect = lambda end: reports.end or end
     log = Control(alone=True).log
-    watch = watchdog.Watchdog(log, reports, give_up, devices)
+    watch = watchdog.Watchdog(log, reports)
     watch.forget()  # the thread looks at it no more, but this test
+    return log, reports, watch
 
-    now.return_value = 100.0  # long in the run: patience begins with the verdict
+
+def test_a_rank_that_waits_nowhere_gives_up_its_connections_once(
+    mocker: MockerFixture, given_up: list[str]
+) -> None:
+    now = mocker.patch.object(watchdog, "monotonic", return_value=0.0)
+    log, reports, watch = watched(mocker)
+    now.return_value = 100.0  # long in the run: patience begins with its end
     watch.look()
-    reports.look.return_value = "the verdict"
+    reports.end = "the verdict"
     watch.look()
+    with pytest.raises(RuntimeError, match="the verdict"):
+        log.begin("a gather")
     now.return_value += watchdog.GRACE_SECONDS
     watch.look()
-    assert not devices.called
-    assert not watch.has_given_up
+    assert given_up == []
     now.return_value += 1.0
     watch.look()
     watch.look()
-    assert devices.call_count == 1
-    assert not give_up.called
-    assert watch.has_given_up
+    assert given_up == ["give_up"]
+    assert reports.put.call_args.args[0].name == "", "it asks the store for nothing more"
 
 
-def test_a_broken_connection_gives_up_devices_once(mocker: MockerFixture) -> None:
+def test_a_broken_connection_ends_the_run(mocker: MockerFixture, given_up: list[str]) -> None:
     """Messages on a device never end without the lost rank, and would keep this one from ending."""
-    reports: Any = mocker.Mock(verdict="", is_over=False)
-    reports.look.return_value = ""
-    reports.board.world_size = 2
-    reports.call_roll.return_value = {0: "is here"}
-    reports.publish.side_effect = lambda verdict: setattr(reports, "verdict", verdict)
-    devices = mocker.Mock()
-    log = Control(alone=True).log
-    watchdog.Watchdog(log, reports, mocker.Mock(), devices).forget()
+    log, reports, _ = watched(mocker)
+    reports.get.return_value = {1: at("a", 1)}
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="has lost rank 1"):
+        with pytest.raises(RuntimeError, match=r"has failed .*rank 1 waits .*report from rank 0"):
             log.explain(dist.DistError("Connection closed by peer"))
-    assert devices.call_count == 1
+    assert given_up == ["give_up_devices"]
+    log, reports, _ = watched(mocker)
+    reports.get.side_effect = RuntimeError("Broken pipe")
+    with pytest.raises(RuntimeError, match=r"has failed .*rank 0 has exited"):
+        log.explain(dist.DistError("Connection closed by peer"))
+    log.explain(ValueError("another error is no fault of a connection"))
 
 
-def test_what_the_backend_of_a_device_reports_ends_the_run(mocker: MockerFixture) -> None:
+def test_what_the_backend_of_a_device_reports_ends_the_run(
+    mocker: MockerFixture, given_up: list[str]
+) -> None:
     """Its thread sees a peer go while this rank is blocked, in a place that no log knows."""
-    mocker.patch.object(watchdog.Observer, "look", return_value=None)
-    reports: Any = mocker.Mock(verdict="", is_over=False)
-    reports.look.return_value = ""
-    reports.board.world_size = 2
-    reports.call_roll.return_value = {0: "is here"}
-    reports.publish.side_effect = lambda verdict: setattr(reports, "verdict", verdict)
-    log = Control(alone=True).log
-    failures = iter(["", "ProcessGroupNCCL reports COMM_ERROR"])
-    given_up: list[str] = []
-
-    def give_up_devices() -> None:
-        given_up.append(log.verdict)
-
-    watch = watchdog.Watchdog(log, reports, mocker.Mock(), give_up_devices, failures.__next__)
-    watch.forget()
+    failures = ["", "ProcessGroupNCCL reports COMM_ERROR"]
+    mocker.patch.object(process_groups, "failure_on_device", side_effect=failures)
+    log, _, watch = watched(mocker)
     watch.look()
     assert not log.verdict
-    for _ in range(3):
-        watch.look()
-    # The verdict is there when the device lets go of the rank, whose next message raises it.
-    (verdict,) = given_up
-    assert "has lost rank 1" in verdict
-    with pytest.raises(RuntimeError, match="has lost rank 1"):
+    watch.look()
+    assert given_up == ["give_up_devices"]
+    with pytest.raises(RuntimeError, match="ProcessGroupNCCL reports COMM_ERROR"):
         log.begin("a gather")
 
 
-hasty = mock.patch.multiple(verdicts, PATIENCE=0.5, FOREIGN_PATIENCE=0.5)
-"""A function's decorator, as `impatient`, also where ranks may only compute."""
+# ---------------------------------------------------------------------------- devices
 
 
-@hasty
-@mock.patch.object(watchdog, "GRACE_SECONDS", 0.5)
-def _come_to_the_end(last: dict[int, str], foreign: str = "") -> None:
+@impatient
+@mock.patch.multiple(watchdog, QUIET_SECONDS=0.5, GRACE_SECONDS=0.5)
+def _come_to_the_end(last: dict[int, str]) -> None:
     """A device of each rank has begun messages; the host of rank 1 is slow, or waits for them."""
     control = Control()
     control.log.begin_untagged("the weights of a", "gather")
@@ -107,71 +154,25 @@ def _come_to_the_end(last: dict[int, str], foreign: str = "") -> None:
     deadline = time.monotonic() + 4.0
     while control.rank == 1 and not control.log.verdict and time.monotonic() < deadline:
         time.sleep(0.05)
-    if foreign == "barrier" and not control.rank:
-        dist.barrier()
-    elif foreign == "message":
-        (dist.send if control.rank else dist.recv)(torch.zeros(1), 1 - control.rank)
-        if not control.rank:
-            control.log.begin_untagged(last[1], "gather")
     control.call(SyncPoint.END).wait()
 
 
-@pytest.mark.parametrize(
-    ("last", "foreign", "place"),
-    [
-        ({1: "b"}, "", "the end of a backward pass"),
-        ({0: "b", 1: "c"}, "", "the end of a backward pass"),
-        ({1: "b"}, "barrier", "torch.distributed.barrier"),
-    ],
-)
-def test_ranks_part_while_one_is_blocked_by_its_device(
-    ranks: Pools, last: dict[int, str], foreign: str, place: str
+@pytest.mark.parametrize("last", [{1: "b"}, {0: "b", 1: "c"}])
+def test_ranks_diverge_while_one_is_blocked_by_its_device(
+    ranks: Pools, last: dict[int, str]
 ) -> None:
     """It looks like a rank that computes, behind a message that the other never sends."""
     with pytest.raises(RankError) as error:
-        ranks(2).run(_come_to_the_end, last, foreign, timeout=30.0)
-    text = str(error.value)
-    told = text.count(f"The ranks have diverged: rank 0 waits in step 0 for {place} (called")
-    assert told >= (1 if foreign else 2)  # code of one's own shows the backend's error
-    assert re.search(rf"rank 1 is in step 0 at \S*test_watchdog.py:\d+, after {last[1]}\. ", text)
+        ranks(2).run(_come_to_the_end, last, timeout=30.0)
+    place = "rank 0 waits in step 0 for the end of a backward pass (called"
+    assert str(error.value).count(f"The ranks have diverged: {place}") >= 2
 
 
-@pytest.mark.parametrize(("last", "foreign"), [({0: "b", 1: "b"}, ""), ({1: "b"}, "message")])
-def test_a_rank_may_compute_for_as_long_as_it_likes(
-    ranks: Pools, last: dict[int, str], foreign: str
-) -> None:
-    """Also while another waits for its message, which comes before what is the same on both."""
-    ranks(2).run(_come_to_the_end, last, foreign, timeout=30.0)
+def test_a_rank_may_compute_for_as_long_as_it_likes(ranks: Pools) -> None:
+    ranks(2).run(_come_to_the_end, {0: "b", 1: "b"}, timeout=30.0)
 
 
-def test_courses_part_where_one_has_met_what_another_has_not() -> None:
-    course, other = Course(), Course()
-    for event in "abc":
-        course.note(event)
-    assert not course.parts_from(other.last)
-    other.note("a")
-    assert not course.parts_from(other.last)
-    assert not other.parts_from(course.last), "it may come there yet"
-    other.note("c")
-    assert course.parts_from(other.last)
-    assert not Course(1).parts_from(other.last), "what was before they went on together"
-    other.note("b")
-    assert course.parts_from(other.last), "the same events in another order"
-    for _ in range(5000):
-        course.note("d")
-    assert not course.parts_from(other.last), "too far back to know"
-
-
-def test_a_rank_that_computes_leaves_when_the_store_is_about_to_end(mocker: MockerFixture) -> None:
-    """Also one whose device may block it: the host of the store would wait for it in vain."""
-    reports: Any = mocker.Mock(verdict="", is_over=True)
-    reports.look.return_value = ""
-    log = Control(alone=True).log
-    log.begin_untagged("the weights of a", "gather")
-    watch = watchdog.Watchdog(log, reports)
-    watch.forget()
-    watch.look()
-    reports.board.put.assert_called_with("left")
+# ---------------------------------------------------------------------------- owners and threads
 
 
 class _Owner:
@@ -185,16 +186,16 @@ class _Owner:
 @impatient
 def _diverge_when_an_owner_was_collected() -> None:
     left, control = Control(), Control()
-    look, owner = watchdog.Observer.look, _Owner(left)
+    place, owner = watchdog.Watchdog.place, _Owner(left)
 
-    def collecting(observer: watchdog.Observer) -> Any:
-        if observer is left.watchdog._observer:
+    def collecting(watch: watchdog.Watchdog) -> Any:
+        if watch is left.watchdog:
             gc.collect()
-        return look(observer)
+        return place(watch)
 
     gc.disable()
     try:
-        with mock.patch.object(watchdog.Observer, "look", collecting):
+        with mock.patch.object(watchdog.Watchdog, "place", collecting):
             del owner
             if control.rank:
                 control.broadcast_object("another value")
@@ -213,25 +214,96 @@ def _diverge_when_a_rank_counted_otherwise() -> None:
     control.call(SyncPoint.STEP).wait()
 
 
-def test_a_rank_that_counted_otherwise_is_watched(ranks: Pools) -> None:
+@pytest.mark.parametrize(
+    "how", [_diverge_when_an_owner_was_collected, _diverge_when_a_rank_counted_otherwise]
+)
+def test_all_are_watched(ranks: Pools, how: Any) -> None:
     with pytest.raises(RankError) as error:
-        ranks(2).run(_diverge_when_a_rank_counted_otherwise, timeout=30.0)
+        ranks(2).run(how, timeout=30.0)
     assert str(error.value).count("The ranks have diverged") >= 2
 
 
-def test_an_owner_may_be_collected_in_the_thread_that_looks(ranks: Pools) -> None:
-    with pytest.raises(RankError) as error:
-        ranks(2).run(_diverge_when_an_owner_was_collected)
-    assert str(error.value).count("The ranks have diverged") >= 2
+def _collect_garbage_meanwhile() -> int:
+    control = Control()
+    with mock.patch.object(gc, "disable") as disable:
+        if control.rank:
+            time.sleep(1.0)
+        control.call(SyncPoint.STEP).wait()
+    control.leave()
+    return disable.call_count
 
 
-def test_nothing_is_collected_while_frames_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    frames = sys._current_frames
-    monkeypatch.setattr(sys, "_current_frames", lambda: found.append(gc.isenabled()) or frames())
-    observer = watchdog.Observer(Control().log)
-    observer.look()
-    observer.describe()
-    assert gc.isenabled()
-    assert not any(found)
-    assert len(found) > 1
+def test_a_watchdog_lets_the_garbage_collector_run(ranks: Pools) -> None:
+    with mock.patch.object(watchdog, "PATIENCE", 0.0):
+        assert ranks(2).run(_collect_garbage_meanwhile) == [0, 0]
+
+
+# ---------------------------------------------------------------------------- the exit
+
+SHORT = """
+import time
+from tests.oracle.projects import Regression, make_trainer, rows
+
+class Late(Regression):
+    def teardown(self, stage):
+        if self.global_rank:
+            time.sleep(0.6)  # rank 0, which hosts the store, is ready to exit
+
+for _ in range(2):
+    trainer = make_trainer("zero3", devices=2, max_steps=2)
+    trainer.fit(Late(), rows())
+"""
+
+FAILS = """
+import sys
+import torch
+from lightning.fabric import Fabric
+from lightning_zero.fabric import ZeROStrategy
+from tests.oracle.models import Blocks
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy=ZeROStrategy(3))
+fabric.launch()
+model = Blocks(2)
+model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+
+def train():
+    for step in range(4):
+        if (step, fabric.global_rank) == (2, 1):
+            raise ArithmeticError("in the user's own loop")
+        fabric.backward(model(torch.ones(2, 6)).sum())
+        optimizer.step()
+
+try:
+    train()
+except ArithmeticError:
+    if sys.argv[1] == "raises":
+        raise
+    del model, optimizer
+    sys.exit(3)
+"""
+
+
+def test_nothing_asks_for_the_store_of_a_process_that_has_exited() -> None:
+    """Torch would write its C++ stack to stderr."""
+    assert "[c10d]" not in run_script(SHORT, fresh=True).output
+
+
+@pytest.mark.slow
+def test_a_hundred_short_runs_write_nothing_to_stderr() -> None:
+    for _ in range(100):
+        assert "[c10d]" not in run_script(SHORT.replace("0.6", "0.0"), fresh=True).output
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raises", "RuntimeError: Rank 1 failed in step 2 at "),
+        ("exits", "RuntimeError: A connection between ranks has failed"),
+    ],
+)
+def test_an_exception_in_the_loop_of_a_user_of_fabric(how: str, text: str) -> None:
+    output = run_script(FAILS, how, fresh=True, check=False).output
+    assert text in output
+    if how == "raises":
+        assert "ArithmeticError: in the user's own loop\n" in output
+    assert "finished training" not in output

