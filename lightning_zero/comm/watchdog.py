@@ -199,10 +199,11 @@ class Watchdog:
         else:
             return None
         last = self._log.untagged
-        queued = (0, "") if last is None else (last.number, last.name)
-        begun = dict(self._log.begun)
-        fields = number, self._looks, monotonic() - began, begun, queued
-        return Report(*collective, self._log.step, caller, *fields)
+        return Report(
+            *collective, self._log.step, caller, wait=number, look=self._looks,
+            seconds=monotonic() - began, begun=dict(self._log.begun),
+            queued=(0, "") if last is None else (last.number, last.name),
+        )  # fmt: skip
 
     def describe(self, name: str) -> str:
         """Return a description of this rank, which waits for the collective of this name."""
