@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +50,10 @@ class Backward:
         self.repeated_uses = RepeatedUses(sharded)
         self.syncs = True
         self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
-        # Whether the current pass, or else the last one, reduces gradients.
-        self._reduces = True
+        # The current pass; autograd holds it, and drops it when an exception ends the pass.
+        self._pass: Callable[[], _Pass | None] = lambda: None
+        # Whether it has gradients of parameters, and reduces them.
+        self._takes = self._reduces = False
         self.events = Events(
             began=weakly(self._on_outputs_grad),
             ended=weakly(self._on_inputs_grad),
@@ -83,7 +86,7 @@ class Backward:
 
     def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
         """Begin the pass and unshard units, if not done; cheap, as each child causes this event."""
-        if self._step.phase is Phase.BACKWARD:
+        if self._pass() is not None:
             for index in indices:
                 if self._units[index].weights.shows is Shows.GUARD:
                     break
@@ -103,7 +106,7 @@ class Backward:
 
     def begin(self) -> None:
         """Begin a backward pass, unless one is running."""
-        if self._step.phase is Phase.BACKWARD:
+        if self._pass() is not None:
             return
         if self._step.is_closed:
             raise too_late()
@@ -116,6 +119,17 @@ class Backward:
         self._sharded.end_touches()
         self._step.begin_backward()
         self._prefetcher.last_backward = None
+        self._takes = self._reduces = False
+        for unit in self._units:
+            unit.gradients.begin()
+        token = _Pass()
+        self._pass = weakref.ref(token)
+        internals.queue_callback(functools.partial(self._finish, token))
+
+    def _begin_gradients(self) -> None:
+        """Begin to take gradients, at the first one: a pass of `autograd.grad` has none."""
+        self.begin()
+        self._takes = True
         self._reduces = self.syncs or self._always_reduces
         reach = Reach.ALL if self.syncs else Reach.COPY if self._reduces else Reach.RANK
         with internals.as_plain_tensors():
@@ -123,7 +137,6 @@ class Backward:
                 unit.gradients.expect(reach)
         if self._reduces:
             self._order.begin(self._prefetcher.units_in_forward())
-        internals.queue_callback(self._finish)
 
     def _on_outputs_grad(self, call: Call, _: Any) -> None:
         """Make a unit whole for its backward."""
@@ -161,11 +174,10 @@ class Backward:
         """Take a parameter's gradient; the last one of a unit may start its reduction."""
         if not unit.gradients.parameters[index].requires_grad:
             return  # frozen since its forward: torch calls the hook without a gradient
-        if self._step.phase is not Phase.BACKWARD:
+        if not self._takes or self._pass() is None:
             if self._step.phase is Phase.IDLE and not unit.weights.is_gathered:
                 self._refuse_graph(unit)
-            unit.gradients.set_aside(index)
-            self.begin()
+            self._begin_gradients()
         if not unit.gradients.take(index):
             return
         if self._reduces:
@@ -190,14 +202,15 @@ class Backward:
             )
 
     @runs_outside
-    def _finish(self) -> None:
+    def _finish(self, _: _Pass) -> None:
         """End a backward pass: reduce late gradients, wait, and reshard what is still whole."""
-        ends_step = self._step.end_backward()
         if self._reduces:
             self._order.finish()
-        else:
+        elif self._takes:
             for unit in self._units:
-                unit.gradients.show_local()
+                unit.gradients.keep_own()
+        self._pass = lambda: None
+        ends_step = self._step.end_backward()
         for transport in self._sharded.comm.transports.values():
             transport.release_scratch()
         self._sharded.comm.host_copies.release_sources()
@@ -211,4 +224,10 @@ class Backward:
 
     def abandon(self) -> None:
         """Drop a backward pass that an exception ended."""
+        self._pass = lambda: None
+        self._takes = self._reduces = False
         self._order.abandon()
+
+
+class _Pass:
+    """A backward pass, while autograd runs it."""

@@ -2,8 +2,8 @@
 
 ::
 
-    expect -> take, take, ... -> reduce -> finish -> install
-    expect -> take, take, ... -> show_local                     (within ``no_sync``)
+    begin -> expect -> take, take, ... -> reduce -> finish -> install
+    begin -> expect -> take, take, ... -> keep_own              (within ``no_sync``)
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-
-import torch
 
 from lightning_zero.parameters import FlatParameters, Reach
 from lightning_zero.tensors import span
@@ -36,22 +34,22 @@ class Gradients:
         self.wants: list[bool] = []
         self.are_complete = True
         self._flats = flats
+        self._groups = [flat.gradients for flat in flats]
         self._first_tag = first_tag
-        self._places = [
-            (flat.reducer, place, piece.gradient)
-            for flat in flats
-            for place, piece in enumerate(flat.pieces)
-        ]
-        self._num_missing = 0
+        self._places = [(g, place) for g in self._groups for place in range(len(g.pieces))]
+        self._missing: set[int] = set()
         self._finishes: list[Callable[..., None]] = []
 
-    def expect(self, reach: Reach) -> None:
-        """Begin a backward pass whose gradients are averaged over ``reach``."""
-        for flat in self._flats:
-            flat.reducer.expect(reach)
+    def begin(self) -> None:
+        """Begin a backward pass, which may be one without gradients of parameters."""
         self.wants = [parameter.requires_grad for parameter in self.parameters]
-        self._num_missing = sum(self.wants)
-        self.are_complete = not self._num_missing
+        self._missing = {index for index, wants in enumerate(self.wants) if wants}
+        self.are_complete = not self._missing
+
+    def expect(self, reach: Reach) -> None:
+        """Begin to take gradients, which are averaged over ``reach``."""
+        for group in self._groups:
+            group.expect(reach)
 
     @property
     def is_wanted(self) -> bool:
@@ -63,28 +61,18 @@ class Gradients:
         """Return whether every parameter wants a gradient in this backward pass."""
         return bool(self.wants) and False not in self.wants
 
-    def set_aside(self, index: int) -> None:
-        """Claim a gradient that came before :meth:`expect`, or it would pass for the user's."""
-        _, _, view = self._places[index]
-        view.arrival = view.claim()
-
     def take(self, index: int) -> bool:
         """Take the gradient that autograd just finished; return whether all are there now."""
-        reducer, place, view = self._places[index]
-        grad = view.claim()
-        if grad is None:  # an autograd function returned none: zeros, as under DDP
-            grad = torch.zeros_like(self.parameters[index])
-        self._num_missing -= not reducer.arrived[place]
-        reducer.take(place, grad)
-        self.are_complete = not self._num_missing
+        group, place = self._places[index]
+        group.take(place, self.parameters[index])
+        self._missing.discard(index)
+        self.are_complete = not self._missing
         return self.are_complete
 
     @property
     def are_pending(self) -> bool:
         """Return whether a gradient has arrived that is not reduced, or only within its copy."""
-        return True in [
-            flat.reducer.awaits_copies or True in flat.reducer.filled for flat in self._flats
-        ]
+        return True in [group.awaits_copies or True in group.filled for group in self._groups]
 
     @span("reduce")
     def reduce(self) -> None:
@@ -92,8 +80,8 @@ class Gradients:
         self.finish()
         for tag, flat in enumerate(self._flats, self._first_tag):
             wants = True in [parameter.requires_grad for parameter in flat.parameters]
-            if wants or flat.reducer.awaits_copies:
-                self._finishes.append(flat.reducer.reduce(self.label, tag))
+            if wants or flat.gradients.awaits_copies:
+                self._finishes.append(flat.gradients.reduce(self.label, tag))
 
     def finish(self) -> None:
         """Finish the reductions that were started."""
@@ -102,13 +90,13 @@ class Gradients:
 
     def wait_for_copies(self) -> None:
         """Wait until sums over the copies have arrived, if they are under way."""
-        for flat in self._flats:
-            flat.reducer.shard.wait_for_copies()
+        for group in self._groups:
+            group.wait_for_copies()
 
     def wait(self) -> None:
         """Wait until averages whose reductions are finished have arrived, the last one first."""
-        for flat in reversed(self._flats):
-            flat.reducer.shard.wait()
+        for group in reversed(self._groups):
+            group.wait()
 
     @span("finish_reduce")
     def _finish(self) -> None:
@@ -119,23 +107,20 @@ class Gradients:
     @property
     def held(self) -> list[bool]:
         """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
-        held: list[bool] = []
-        for flat in self._flats:
-            held += flat.reducer.has_grads
-        return held
+        return [has_grad for group in self._groups for has_grad in group.has_grads]
 
     def install(self, held: Iterator[bool]) -> None:
         """Show optimizer and user the reduced gradients that any rank holds.
 
         ``held`` yields the flags of all units; this unit takes one for each of its parameters.
         """
-        for flat in self._flats:
-            flat.reducer.install(list(itertools.islice(held, len(flat.parameters))))
+        for group in self._groups:
+            group.install(list(itertools.islice(held, len(group.pieces))))
 
-    def show_local(self) -> None:
+    def keep_own(self) -> None:
         """Show this rank's own gradients after a backward pass that sends none."""
-        for flat in self._flats:
-            flat.reducer.show_local()
+        for group in self._groups:
+            group.keep_own()
 
     def abandon(self) -> None:
         """Drop all gradients not yet shown to the optimizer."""
@@ -144,5 +129,5 @@ class Gradients:
         with contextlib.suppress(RuntimeError):
             for finish in finishes:
                 finish(is_wanted=False)
-        for flat in self._flats:
-            flat.reducer.drop()
+        for group in self._groups:
+            group.abandon()

@@ -19,7 +19,7 @@ from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import UnitBuilder
 from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.optimizer import kept_states
-from lightning_zero.parameters import FlatParameters, Piece, guards, put_values
+from lightning_zero.parameters import FlatParameters, Piece, guards, put_values, settle
 from lightning_zero.plan import Settings
 from lightning_zero.tensors import Scratch, bytes_held, runs_outside
 
@@ -225,12 +225,13 @@ class ShardedModel:
         """Return the whole reduced gradient of a parameter, ``None`` without one; a collective."""
         _, flat, index = self._places[id(parameter_behind(parameter))]
         piece = flat.pieces[index]
-        flags = bytes([piece.reduced is not None])
+        settle([piece])
+        flags = bytes([flat.gradients.averaged[index]])
         about = f"of parameter {piece.range.slot.name!r}"
         (any_has,) = self.comm.control.call(SyncPoint.GRADIENT, flags, about=about).wait()
         if not any_has:
             return None
-        part = torch.zeros_like(piece) if piece.reduced is None else piece.reduced
+        part = torch.zeros_like(piece) if piece.grad is None else piece.grad
         return flat.whole_of(index, part)
 
     def restore(self) -> None:

@@ -124,6 +124,10 @@ class Step:
 
     def begin_backward(self) -> None:
         """Note that autograd has started."""
+        if self.phase is Phase.BACKWARD:
+            # An exception ended the last backward pass, and no forward came since.
+            self._reset()
+            self.lifetime = Lifetime.OPEN
         self.phase = Phase.BACKWARD
         self.keeps_graph = torch.is_grad_enabled()
 

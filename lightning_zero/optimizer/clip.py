@@ -13,22 +13,24 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Communicator
-from lightning_zero.parameters import Piece, stack_on
+from lightning_zero.parameters import Piece, norms_of, settle, stack_on
 from lightning_zero.tensors import internals
 
 
 def grads_of(pieces: Sequence[Piece]) -> list[dict[int, Tensor]]:
     """Return the reduced gradients of ``pieces`` by index, one dictionary for each memory."""
+    settle(pieces)
     found: dict[bool, dict[int, Tensor]] = {}
     for number, piece in enumerate(pieces):
-        grad = piece.reduced
-        if grad is not None:
-            found.setdefault(piece.stays, {})[number] = grad
+        if piece.grad is not None:
+            found.setdefault(piece.stays, {})[number] = piece.grad
     return [*found.values()]
 
 
 def _lists_of(pieces: Sequence[Piece]) -> list[list[Tensor]]:
-    return [[*grads.values()] for grads in grads_of(pieces)]
+    """Return what is changed with the gradients, one list for each memory."""
+    seen = settle(pieces)
+    return [*([*grads.values()] for grads in grads_of(pieces)), *([whole] for whole in seen)]
 
 
 @torch.no_grad()
@@ -38,19 +40,26 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
     Args:
         pieces: This rank's pieces, of the same parameters on every rank.
         comm: The ranks.
-        norm_type: The order of the norm; ``inf`` for the largest magnitude.
+        norm_type: The order of the norm; ``inf`` for the largest magnitude. Anything that torch's
+            ``clip_grad_norm_`` takes.
 
     Returns:
         A 0-d tensor, fp32 (fp64 if any master is), the same on every rank.
     """
+    norm_type = float(norm_type)
+    if norm_type <= 0:
+        return _norm_of_norms(pieces, comm, norm_type)
     dtype = torch.float32
     with internals.as_plain_tensors():
         for piece in pieces:
             dtype = torch.promote_types(dtype, piece.dtype.to_real())
     found: dict[int, Tensor] = {}
     for grads in grads_of(pieces):
-        real = [grad.abs() if grad.is_complex() else grad for grad in grads.values()]
-        found.update(zip(grads, torch._foreach_norm(real, norm_type, dtype=dtype), strict=True))
+        # Torch has no largest of no elements.
+        real = {n: g.abs() if g.is_complex() else g for n, g in grads.items() if g.numel()}
+        if real:
+            norms_here = torch._foreach_norm([*real.values()], norm_type, dtype=dtype)
+            found.update(zip(real, norms_here, strict=True))
     norms = torch.zeros(1, dtype=dtype, device=comm.device)
     if found:
         # Added in the order of the pieces, wherever they rest.
@@ -63,6 +72,17 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
     power = norms.pow(norm_type).sum()
     comm.sum_over_shards(power)
     return power.pow(1 / norm_type)
+
+
+def _norm_of_norms(pieces: Sequence[Piece], comm: Communicator, order: float) -> Tensor:
+    """Return the norm of all gradients' norms, which torch computes for any order."""
+    settle(pieces)
+    pieces = [piece for piece in pieces if piece.gradients.averaged[piece.place]]
+    if not pieces:
+        return torch.zeros((), device=comm.device)
+    parts = [piece.detach().new_empty(0) if piece.grad is None else piece.grad for piece in pieces]
+    norm: Tensor = torch.linalg.vector_norm(norms_of(parts, pieces, order, comm), order)
+    return norm
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import is_
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_zero.optimizer.shown import Shown
 from lightning_zero.optimizer.steppers import Call, Stepper
 from lightning_zero.optimizer.unit_step import call_as
 from lightning_zero.optimizer.whole_step import WholeStep
-from lightning_zero.parameters import Piece, averages, follow_again, stop_following
+from lightning_zero.parameters import Piece, begin_step, drop, have_new
 from lightning_zero.tensors import internals, runs_outside
 
 
@@ -225,7 +226,7 @@ class OptimizerHooks:
         # Not so after a step that an exception ended: torch has let go of its arguments, or, if
         # somebody keeps the traceback, gradients have arrived since.
         is_held = self._call.is_begun and self._call.is_held
-        return is_held and not any(piece.gradient.follows for piece in self._pieces)
+        return is_held and not have_new(self._pieces)
 
     def _after_call(self, *_: Any) -> None:
         """End the step, unless a part of it has ended."""
@@ -238,21 +239,9 @@ class OptimizerHooks:
     @runs_outside
     def _begin(self, optimizer: Optimizer, call: Call | None = None) -> None:
         """Prepare for the optimizer to change masters, by ``call`` or in a step."""
-        for piece in self._pieces:
-            view = piece.gradient
-            is_own = view.state.is_unsynced and piece.grad is view.shown
-            # Reading `reduced` follows users who dropped or replaced the parameter's gradient.
-            if is_own or (view.is_of_copy and piece.reduced is not None and view.is_of_copy):
-                copy = "reduced within one copy of the model's states only"
-                whose = "this rank's own" if is_own else copy
-                raise RuntimeError(
-                    f"The gradient of parameter {piece.range.slot.name!r} is {whose}: its last"
-                    " backward pass did not synchronize gradients. Synchronize them in the last"
-                    f" one before {type(optimizer).__name__}.step() (`sync_grad=True`)."
-                )
+        begin_step(self._pieces, type(optimizer).__name__)
         self._before()
         self._shown.hide()
-        stop_following(self._pieces)
         self._call.is_begun = True
         self._stepper.begin(call)
 
@@ -262,7 +251,6 @@ class OptimizerHooks:
         is_begun, self._call.is_begun = self._call.is_begun, False
         if is_begun:
             self._stepper.end()
-            follow_again(self._pieces)
         self._shown.show()
         if is_begun:
             self._after(self._pieces)
@@ -312,25 +300,16 @@ class OptimizerHooks:
             return method(*args, **kwargs)
 
     def _zero_grad(
-        self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
+        self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``zero_grad``, within a step, too, on what the optimizer shows between steps.
+        """Call ``zero_grad``; within a step, too, on the parameters of all pieces.
 
         This rank's piece may be empty or stepped elsewhere.
         """
-        if not self._call.is_begun:
-            for piece in self._pieces:
-                if piece.gradient.state.is_hidden:
-                    piece.gradient.show_hidden()
-            result = method(*args, **kwargs)
-            averages(self._pieces)  # frees the memory of what was dropped
-            return result
-        is_whole = self.verdict.way is Way.ALL_AT_ONCE
-        if is_whole or not kwargs.get("set_to_none", args[0] if args else True):
+        drops = kwargs.get("set_to_none", args[0] if args else True)
+        is_whole = self._call.is_begun and self.verdict.way is Way.ALL_AT_ONCE
+        if is_whole or not drops or type(optimizer).zero_grad is not Optimizer.zero_grad:
             return method(*args, **kwargs)
-        with self._stepper.at_rest(), self._shown.showing_members():
-            follow_again(self._pieces)
-            try:
-                return method(*args, **kwargs)
-            finally:
-                stop_following(self._pieces)
+        with self._stepper.at_rest() if self._call.is_begun else nullcontext():
+            drop(self._pieces)
+            return method(*args, **kwargs)

@@ -32,7 +32,7 @@ from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.optimizer.pieces import exchange, is_of_torch, owned
 from lightning_zero.optimizer.shown import Parts
 from lightning_zero.optimizer.steppers import Call, Stepper
-from lightning_zero.parameters import Lent, Piece
+from lightning_zero.parameters import Lent, Piece, drop
 from lightning_zero.plan import cut_of
 from lightning_zero.tensors import lasting_tensors
 
@@ -92,7 +92,7 @@ class Whole:
         own = self.piece.detach()[: stop - start]
         yield own
         if self.has_grad:
-            grad = self.piece.reduced
+            grad = self.piece.grad
             yield torch.zeros_like(own) if grad is None else grad[: len(own)].to(own.dtype)
 
     def fill(self, received: Sequence[Iterator[Tensor]]) -> None:
@@ -141,8 +141,8 @@ class Whole:
         """Keep this rank's part of what all ranks have stepped, and of the gradient."""
         grad = self.parameter.grad
         self.piece.data.copy_(self._own(self.parameter.detach()))
-        if grad is not None and self.piece.reduced is not None:
-            self.piece.reduced.copy_(self._own(grad))
+        if grad is not None and self.piece.grad is not None:
+            self.piece.grad.copy_(self._own(grad))
 
     def _own(self, whole: Tensor) -> Tensor:
         part = whole if self._cut is None else self._cut.part_of(whole)
@@ -154,9 +154,9 @@ class Whole:
             lent, self._lent = self._lent, None
             if lent is not None:
                 is_dropped = self.has_grad and self.parameter.grad is None
-                lent.end(self.piece.gradient.shown)
+                lent.end()
                 if is_dropped:
-                    self.piece.gradient.drop()
+                    drop([self.piece])
             return
         self.parameter.requires_grad_(False)
         self.parameter.grad = None
@@ -244,7 +244,7 @@ class WholeStep(Stepper):
     def begin(self, call: Call | None = None) -> None:
         """Put whole parameters into the param groups; a collective."""
         wholes = list(self._wholes.values())
-        have_grads = bytes([whole.piece.reduced is not None for whole in wholes])
+        have_grads = bytes([whole.piece.grad is not None for whole in wholes])
         maxima = self._control.call(SyncPoint.GRADIENT, have_grads).wait()
         for whole, flag in zip(wholes, maxima, strict=True):
             whole.has_grad = bool(flag)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_zero.parameters.gradients import GRAD
 from lightning_zero.parameters.guards import (
     Guarded,
     Readable,
@@ -46,7 +47,7 @@ def _copied_if_given_back(value: Any) -> Any:
 @functools.cache
 def _class(mixin: type, cls: type[Parameter]) -> type[Parameter]:
     name = f"Guarded{cls.__name__}" if mixin is Guarded else cls.__name__
-    made = cast("type[Parameter]", type(name, (mixin, cls), {}))
+    made = cast("type[Parameter]", type(name, (mixin, cls), {"grad": GRAD}))
     internals.trace_as_plain(made)
     return made
 
@@ -150,15 +151,14 @@ class Lent:
         """Return whether nothing has made the parameter show weights meanwhile."""
         return not isinstance(self._parameter, (Guarded, Readable))
 
-    def end(self, grad: Tensor | None) -> None:
-        """Make the parameter show what it did before, and ``grad``."""
+    def end(self) -> None:
+        """Make the parameter show what it did before."""
         with internals.as_plain_tensors():
             _GRAD.__set__(self._parameter, None)
             if self.is_intact:
                 properties.SET_DATA(self._parameter, self._data)
                 self._parameter.__class__ = self._class
                 self._version.__exit__()
-            _GRAD.__set__(self._parameter, grad)
 
 
 def are_views(tensors: Iterable[Tensor], parameters: Iterable[Parameter]) -> bool:

@@ -18,12 +18,9 @@ from lightning_zero.comm import Arrived, Communicator, Shards
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.classes import ParameterClasses
 from lightning_zero.parameters.edits import Edits
-from lightning_zero.parameters.grad_view import GradientView, GradState
+from lightning_zero.parameters.gradients import FlatGradients
 from lightning_zero.parameters.ownership import Owner, ownership_of
-from lightning_zero.parameters.piece import Piece
-from lightning_zero.parameters.piece_range import PieceRange
-from lightning_zero.parameters.reducer import Reducer
-from lightning_zero.parameters.sharded_grad import ShardedGrad
+from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Plan, cut_of
 from lightning_zero.tensors import (
@@ -58,7 +55,7 @@ class FlatParameters:
         weight: The buffer of whole weights.
         pieces: This rank's pieces of them.
         edits: Changes that users make to them.
-        reducer: Their gradients on the way to the pieces.
+        gradients: Their gradients.
         classes: Switches their classes, so that every use finds readable memory.
     """
 
@@ -83,16 +80,13 @@ class FlatParameters:
         self.weight = self.store.weights()
         # The buffers that are refilled, so that old views of them show later values.
         self._lasting = [self.weight]
-        self._grad_dtype = plan.weight.dtype
-        if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
-            self._grad_dtype = plan.master.dtype
         self._load()
         with lasting_tensors():
             self.pieces = self._cut()
         self.edits = Edits(self.parameters, self.weight, has_copies=plan.rests_apart)
-        self.reducer = Reducer(self.pieces, self.store)
+        self.gradients = FlatGradients(self.pieces, self.store, self.whole_of)
         self.classes = ParameterClasses(named, owner, self, plan.weight, plan.master.dtype)
-        if self._grad_dtype is not plan.weight.dtype:
+        if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
             for parameter in self.parameters:
                 parameter.grad_dtype = None  # any: autograd's gradients have the weight's dtype
         # This rank's part of coded weights, if they were edited since they were gathered.
@@ -131,16 +125,11 @@ class FlatParameters:
         layout, comm, weight, pieces = self.layout, self.store.comm, self.weight.tensor, []
         master, stays, tensor_axis = self.master, self.plan.stays, comm.mesh.tensor
         places = zip(layout.slots, layout.pieces(comm.mesh.shard.rank), strict=True)
-        for index, (parameter, (slot, place)) in enumerate(
-            zip(self.parameters, places, strict=True)
-        ):
+        for parameter, (slot, place) in zip(self.parameters, places, strict=True):
             range_ = PieceRange(slot, *place)
             piece = Piece.cut(parameter, range_, master, weight.dtype, stays=stays)
             if tensor_axis is not None and cut_of(parameter) is None:
                 piece.is_copy = tensor_axis.rank > 0
-            assemble = functools.partial(self.whole_of, index)
-            grad = ShardedGrad(piece, self._grad_dtype, weight.device, comm, assemble)
-            piece.gradient = GradientView(piece, grad)
             pieces.append(piece)
         return pieces
 
@@ -242,7 +231,7 @@ class FlatParameters:
         stepped = [
             index
             for index, piece in enumerate(self.pieces)
-            if piece.gradient.state is GradState.SHARDED and id(piece) in of_optimizer
+            if self.gradients.averaged[index] and id(piece) in of_optimizer
         ]
         if stepped:
             self.edits.note_step(stepped)
@@ -333,7 +322,7 @@ class FlatParameters:
 
     def let_go(self) -> None:
         """Release the parameters from their owner; they show no gradients any more."""
-        self.reducer.hide()
+        self.gradients.let_go()
         self.classes.end()
 
     def retire(self) -> None:
@@ -349,7 +338,7 @@ class FlatParameters:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now, by kind; see ``ShardedModel.memory``."""
-        rows, shown = self.reducer.memory(), self.edits.buffer
+        rows, shown = self.gradients.memory(), self.edits.buffer
         rows["gathered"] += 0 if shown is self.weight else shown.nbytes
         rows["gathered" if self.plan.gives_weights_back else "weights"] += self.weight.nbytes
         if self.plan.rests_apart:

@@ -2,19 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.parameters.grad_view import GradientView
-from lightning_zero.parameters.piece_range import PieceRange
-from lightning_zero.plan import whole_shape
-from lightning_zero.tensors import internals
+from lightning_zero.comm import Communicator
+from lightning_zero.plan import Slot, whole_shape
+from lightning_zero.tensors import PartlyRead
 
-_GRAD: Any = Tensor.grad
+
+class PieceRange(NamedTuple):
+    """A range of one parameter's elements, possibly empty.
+
+    Attributes:
+        slot: Where the parameter lies in its buffer.
+        start: First element, counted in the parameter's memory order.
+        stop: One past the last element.
+        in_shard: The same range, counted in elements of the rank's shard.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    in_shard: slice
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return self.stop - self.start
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Return the elements ``[n]`` of ``whole``, of the parameter's shape, in this range.
+
+        They are a view if the elements of ``whole`` lie in the parameter's order. Of a tensor that
+        is read on use, nothing else is read.
+        """
+        if isinstance(whole, PartlyRead):
+            return whole.part(self.start, self.stop, self.slot.stride)
+        if whole.stride() == self.slot.stride:
+            # An empty range might start past the storage of a tensor without elements.
+            start = self.start if self.stop > self.start else 0
+            offset = int(whole.storage_offset()) + start
+            return whole.as_strided((self.stop - self.start,), (1,), offset)
+        return self.flat(whole)[self.start : self.stop]
+
+    def flat(self, whole: Tensor) -> Tensor:
+        """Return all elements of ``whole``, of the parameter's shape, in the parameter's order."""
+        slot = self.slot
+        if whole.stride() == slot.stride:
+            return whole.as_strided((slot.numel,), (1,), whole.storage_offset())
+        flat = whole.new_empty(slot.numel)
+        flat.as_strided(slot.shape, slot.stride).copy_(whole)
+        return flat
+
+
+class Gradients(Protocol):
+    """The part of a group's gradients that a single gradient needs; see ``FlatGradients``."""
+
+    pieces: Sequence[Piece]
+    comm: Communicator
+    averaged: list[bool]
+    lent: dict[int, Tensor]
+    assemble: Callable[[int, Tensor], Tensor]
+
+    def lend(self, place: int, whole: Tensor) -> Tensor:
+        """Let changes to the memory of ``whole`` count; return ``whole``."""
+
+    def settle(self) -> None:
+        """Write back whole gradients that users may have changed."""
 
 
 class Piece(Parameter):
@@ -23,13 +81,13 @@ class Piece(Parameter):
     Every rank holds a piece of every parameter in its ``param_groups``, so group indices, learning
     rates and ``toggle_optimizer`` mean the same everywhere. ``requires_grad`` is the parameter's
     own: freezing a piece freezes the parameter, on every rank, and the other way round. ``grad`` is
-    this rank's part of the averaged gradient; it follows when the user drops or replaces the
-    parameter's gradient.
+    this rank's part of the averaged gradient.
 
     Attributes:
         parameter: The parameter on the module that this is a piece of.
         range: The range of the parameter's elements.
-        gradient: What the parameter's ``grad`` shows.
+        gradients: The gradients of the parameter's group.
+        place: The parameter's index in that group.
         weight_dtype: The dtype in which the parameter computes.
         stays: Whether it and its states rest on the device, where others may be offloaded.
         is_copy: Whether the first rank of the tensor-parallel group has the same values.
@@ -37,7 +95,8 @@ class Piece(Parameter):
 
     parameter: Parameter
     range: PieceRange
-    gradient: GradientView
+    gradients: Gradients
+    place: int
     weight_dtype: torch.dtype
     stays: bool
     is_copy = False
@@ -73,79 +132,10 @@ class Piece(Parameter):
         return self
 
     @property
-    def grad(self) -> Tensor | None:
-        """The gradient for an optimizer to use or drop: :attr:`reduced`, or the unsynced one."""
-        # Optimizers read this several times per step: the usual case makes no further call.
-        view = self.gradient
-        if view.follows:
-            with internals.as_plain_tensors():
-                if _GRAD.__get__(self.parameter) is not view.shown:
-                    view.follow()
-        return view.shown if view.state.is_unsynced else _GRAD.__get__(self)
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        if self.gradient.state.is_unsynced:
-            self.gradient.drop()
-        _GRAD.__set__(self, value)
-
-    @property
     def whole_shape(self) -> tuple[int, ...]:
         """The parameter's shape, over all ranks that tensor parallelism cuts it over."""
         return whole_shape(self.parameter, self.range.slot.shape)
 
-    @property
-    def reduced(self) -> Tensor | None:
-        """This rank's part of the averaged gradient."""
-        view = self.gradient
-        if view.follows:
-            with internals.as_plain_tensors():
-                if _GRAD.__get__(self.parameter) is not view.shown:
-                    view.follow()
-        with internals.as_plain_tensors():
-            return _GRAD.__get__(self)  # type: ignore[no-any-return]
-
-    @reduced.setter
-    def reduced(self, value: Tensor | None) -> None:
-        with internals.as_plain_tensors():
-            _GRAD.__set__(self, value)
-
-    @property
-    def last_reduced(self) -> Tensor | None:
-        """The last value of :attr:`reduced`, which holds its memory until the next read."""
-        with internals.as_plain_tensors():
-            return _GRAD.__get__(self)  # type: ignore[no-any-return]
-
     def __repr__(self) -> str:  # type: ignore[override]
         shape, of = tuple(self.parameter.shape), self.range
         return f"Piece [{of.start}:{of.stop}] of a parameter of shape {shape}, {self.dtype}"
-
-
-def averages(pieces: Sequence[Piece]) -> list[Tensor | None]:
-    """Follow user changes to gradients, and return each piece's part of its averaged gradient."""
-    with internals.as_plain_tensors():
-        for piece in pieces:
-            theirs, view = _GRAD.__get__(piece.parameter), piece.gradient
-            if theirs is view.shown:
-                continue
-            if theirs is None:
-                view.drop()  # as `follow` does, a call less for every `zero_grad`
-            else:
-                view.follow()
-        return list(map(_GRAD.__get__, pieces))
-
-
-def stop_following(pieces: Sequence[Piece]) -> None:
-    """Follow user changes to gradients a last time, before the many reads of an optimizer's step.
-
-    Until :func:`follow_again`, nothing but the step changes gradients.
-    """
-    averages(pieces)
-    for piece in pieces:
-        piece.gradient.follows = False
-
-
-def follow_again(pieces: Iterable[Piece]) -> None:
-    """Follow user changes to gradients at each read again, after a step."""
-    for piece in pieces:
-        piece.gradient.follows = True

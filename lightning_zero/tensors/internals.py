@@ -133,6 +133,12 @@ def take_contents(tensor: Tensor, other: Tensor) -> None:
         setattr(tensor, name, getattr(tensor, name))  # to C++, from where Python keeps them
 
 
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether other tensors lie in a tensor's memory; no public name tells."""
+    # Besides the tensor, the storage that is asked counts.
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)
+
+
 has_storage = torch._C._has_storage
 """False for sparse and functorch tensors, whose ``untyped_storage`` raises."""
 

@@ -51,7 +51,7 @@ from lightning_zero.checkpoint import (
 from lightning_zero.checkpoint.values.boxes import boxes, dense_stride, inverse, memory_order
 from lightning_zero.comm import Control
 from lightning_zero.commands import convert, damage, describe, main
-from lightning_zero.parameters.piece_range import PieceRange
+from lightning_zero.parameters.piece import PieceRange
 from lightning_zero.plan import Slot
 from tests.oracle import by_trainer, resharding
 from tests.oracle.checkpoints import (

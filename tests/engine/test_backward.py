@@ -866,7 +866,7 @@ def unreduced_bytes(stage: int) -> list[int]:
         def look(_: Tensor) -> None:
             nonlocal peak
             held = [
-                b.reducer.partial for unit in engine.sharded.units for b in unit.flat_parameters
+                b.gradients.partial for unit in engine.sharded.units for b in unit.flat_parameters
             ]
             peak = max(peak, sum(p[0].tensor.nbytes for p in held if p is not None))
 

@@ -1,0 +1,356 @@
+"""The averaged gradient of a parameter as ``p.grad`` returns it: whole, but without memory.
+
+The average lies in parts over the ranks. Plain tensors in its place would need the memory of the
+whole model's gradients as soon as ``clip_grad_norm_`` or ``zero_grad`` lists them. So
+
+* a norm is computed from the parts, exactly, with one small message (one for a whole list);
+* an element-wise change in place (``mul_``, ``clamp_``, ``zero_``, ``copy_``) is made to the part;
+* everything else gathers the whole gradient. What is changed of that, also through views of it,
+  is written back to the part.
+
+All but element-wise changes are collectives, so every rank must do the same. A gradient that is
+kept while its parameter gets another one keeps its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.parameters.piece import Gradients, Piece
+from lightning_zero.tensors import internals, runs_outside
+
+_aten = torch.ops.aten
+_ALIASES = {_aten.detach.default, _aten.alias.default, _aten.detach_.default}
+"""Operations whose result is the same gradient."""
+_WRITES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default}
+"""Element-wise changes that torch does not tag as pointwise."""
+_UNSCALE = _aten._amp_foreach_non_finite_check_and_unscale_.default
+_NORM = f"{SyncPoint.GRADIENT.value}: its norm"
+
+
+class FullGrad(Tensor):
+    """The averaged gradient of a parameter, of which every rank holds a part.
+
+    Exporting it from torch or this process exports the whole gradient.
+
+    Attributes:
+        gradients: The gradients of the parameter's group.
+        place: The parameter's index in it.
+        part: This rank's part.
+    """
+
+    gradients: Gradients
+    place: int
+    part: Tensor
+
+    __torch_function__ = internals.without_torch_function  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, gradients: Gradients, place: int, part: Tensor, device: torch.device
+    ) -> FullGrad:
+        """Make the gradient of which this rank holds ``part``, to be whole on ``device``."""
+        slot = gradients.pieces[place].range.slot
+        made: FullGrad = internals.make_wrapper(
+            cls, slot.shape, strides=slot.stride, dtype=part.dtype, device=device
+        )
+        made.gradients, made.place, made.part = gradients, place, part
+        return made
+
+    @property
+    def piece(self) -> Piece:
+        """This rank's piece of the parameter."""
+        return self.gradients.pieces[self.place]
+
+    @property
+    def shared(self) -> Tensor | None:
+        """The memory of the whole gradient if users have a view of it."""
+        return self.gradients.lent.get(self.place) if self.is_current else None
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether it is the parameter's gradient still."""
+        held = self.piece.grad
+        is_empty = held is None and not self.part.numel()
+        return self.part is held or (is_empty and self.gradients.averaged[self.place])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Work on the parts where that is exact, else on the whole gradient."""
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if func in _ALIASES:
+            one = args[0]
+            return FullGrad(one.gradients, one.place, one.part, one.device)
+        if name == "linalg_vector_norm" and _is_of_all(args):
+            return _norm_of_each(args[:1], _order(args, kwargs), kwargs.get("dtype"))[0]
+        if name == "_foreach_norm":
+            return _norm_of_each(args[0], _order(args, kwargs), kwargs.get("dtype"))
+        if func is _UNSCALE:
+            return _unscale(*args)
+        targets = args[0] if func._schema.is_mutable else ()
+        if _changes_elements(func, name) and _holds_one(targets):
+            _change(func, targets, args[1:], kwargs)
+            return targets if isinstance(targets, Tensor) else None
+        wholes: dict[int, Tensor] = {}
+
+        is_lent = func.is_view or func._schema.is_mutable
+
+        def whole_of(grad: FullGrad) -> Tensor:
+            if id(grad) not in wholes:
+                wholes[id(grad)] = grad.whole(is_lent=is_lent)
+            return wholes[id(grad)]
+
+        args, kwargs = tree_map_only(FullGrad, whole_of, (args, kwargs))
+        result = func(*args, **kwargs)
+        changed = [targets] if isinstance(targets, Tensor) else targets
+        for grad in changed:
+            if isinstance(grad, FullGrad):
+                grad.part.copy_(grad.piece.range.part_of(wholes[id(grad)]))
+        return targets if isinstance(targets, FullGrad) else result
+
+    @runs_outside
+    def whole(self, *, is_lent: bool = True) -> Tensor:
+        """Return the whole gradient, in the dtype of the part; a collective.
+
+        With ``is_lent``, changes to it become those of the part as long as that is the parameter's.
+        """
+        self.gradients.settle()
+        about = f"of parameter {self.piece.range.slot.name!r}"
+        comm = self.gradients.comm
+        comm.control.call(SyncPoint.GRADIENT, about=about).wait()
+        whole = self.gradients.assemble(self.place, self.part)
+        if not is_lent or not self.is_current:
+            return whole
+        # Always gathered, as ranks may differ in what they still have views of.
+        return self.gradients.lend(self.place, self.shared if self.shared is not None else whole)
+
+    @property
+    def data(self) -> Tensor:
+        """The same gradient; assigning to it copies values, and keeps its dtype and shape."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if (value.shape, value.device, value.dtype) != (self.shape, self.device, self.dtype):
+            raise RuntimeError(
+                f"Data of shape {tuple(value.shape)}, {value.dtype} on {value.device} cannot be"
+                f" assigned to the gradient of parameter {self.piece.range.slot.name!r}, of shape"
+                f" {tuple(self.shape)}, {self.dtype} on {self.device}"
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the whole gradient as an array."""
+        return self.whole().detach().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the whole gradient as nested lists."""
+        return self.whole(is_lent=False).tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.whole(is_lent=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole(is_lent=False).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Gradient sharded over the ranks, of shape {tuple(self.shape)}, {self.dtype}"
+
+
+internals.measure_together(FullGrad)
+
+
+# -- norms ---------------------------------------------------------------------------------------
+
+
+def norms_of(
+    parts: Sequence[Tensor], pieces: Sequence[Piece], order: float, comm: Communicator
+) -> Tensor:
+    """Return the norm over all ranks of each gradient, given this rank's parts; one message."""
+    parts = [part.abs() if part.is_complex() else part for part in parts]
+    dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    dtype = torch.promote_types(torch.float32, dtype)
+    of_none = torch.full((), inf if order < 0 else 0.0, dtype=dtype, device=parts[0].device)
+    norms = [
+        of_none
+        if piece.is_copy or not part.numel()
+        else torch.linalg.vector_norm(part, order, dtype=dtype)
+        for piece, part in zip(pieces, parts, strict=True)
+    ]
+    local = stack_on(comm.device, norms)
+    if abs(order) == inf:
+        signed = local if order > 0 else -local
+        comm.control.max(signed, _NORM)
+        return signed.abs()
+    if order == 0:
+        comm.sum_over_shards(local, _NORM)
+        return local
+    total = local.pow(order)
+    comm.sum_over_shards(total, _NORM)
+    return total.pow(1 / order)
+
+
+def stack_on(device: torch.device, numbers: Sequence[Tensor]) -> Tensor:
+    """Return scalars, from one device or several, as a vector on ``device``."""
+    if len({number.device for number in numbers}) > 1:
+        numbers = [number.to(device) for number in numbers]
+    return torch.stack([*numbers]).to(device)
+
+
+def _norm_of_each(
+    tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
+) -> list[Tensor]:
+    """Return the norms of sharded gradients, in one message, and of others, in the given order."""
+    sharded = [one for one in tensors if isinstance(one, FullGrad)]
+    for one in sharded:
+        one.gradients.settle()
+    comm = sharded[0].gradients.comm
+    found = norms_of([one.part for one in sharded], [one.piece for one in sharded], order, comm)
+    norms = iter(found.to(dtype).unbind())
+    return [
+        next(norms)
+        if isinstance(one, FullGrad)
+        else torch.linalg.vector_norm(one, order, dtype=dtype)
+        for one in tensors
+    ]
+
+
+def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+
+
+def _is_of_all(args: Sequence[Any]) -> bool:
+    """Return whether a norm is over all dimensions."""
+    dims = args[2] if len(args) > 2 else None
+    return (dims is None or len(dims) == args[0].dim()) and not any(args[3:])
+
+
+# -- changes in place ----------------------------------------------------------------------------
+
+
+def _holds_one(value: Any) -> bool:
+    return isinstance(value, FullGrad) or (
+        isinstance(value, (list, tuple)) and any(isinstance(one, FullGrad) for one in value)
+    )
+
+
+def _changes_elements(func: Any, name: str) -> bool:
+    if not name.endswith("_"):
+        return False
+    return name.startswith("_foreach") or torch.Tag.pointwise in func.tags or func in _WRITES
+
+
+class _Target:
+    """Memory that is changed in place: a part, a whole gradient that users see, or a tensor.
+
+    Args:
+        memory: The memory.
+        grad: The gradient if ``memory`` is its part or the whole of it.
+    """
+
+    def __init__(self, memory: Tensor, grad: FullGrad | None, *, is_part: bool = False) -> None:
+        self.memory, self._grad, self._is_part = memory, grad, is_part
+        # Parts may rest on the host, where one call cannot change others too.
+        self.rests = is_part and grad is not None and not grad.piece.stays
+
+    @staticmethod
+    def all_of(value: Any) -> list[_Target]:
+        """Return what a change of ``value`` changes, after whole gradients have been settled."""
+        if not isinstance(value, FullGrad):
+            return [_Target(value, None)]
+        value.gradients.settle()
+        found = [_Target(value.part, value, is_part=True)]
+        if value.shared is not None:
+            found.append(_Target(value.shared, value))
+        return found
+
+    def matching(self, value: Any, whole_of: Callable[[FullGrad], Tensor]) -> Any:
+        """Return the part of an operand that lines up with the memory."""
+        if isinstance(value, FullGrad):
+            grad = self._grad
+            if grad is not None and value.part is grad.part:
+                return self.memory
+            value = whole_of(value)
+        elif not isinstance(value, Tensor) or value.dim() == 0:
+            return self._beside(value)
+        if not self._is_part or self._grad is None:
+            return value
+        range_, shape = self._grad.piece.range, self._grad.shape
+        return range_.part_of(value.expand(shape)).to(self.memory.device)
+
+    def _beside(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and self.memory.device.type == "cpu":
+            return value.to(self.memory.device)
+        return value
+
+
+def _change(func: Any, targets: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Apply ``func`` to the parts, and to whole gradients that users see, as if to whole ones."""
+    wholes: dict[int, Tensor] = {}
+
+    def whole_of(grad: FullGrad) -> Tensor:
+        if id(grad.part) not in wholes:
+            wholes[id(grad.part)] = grad.whole(is_lent=False)
+        return wholes[id(grad.part)]
+
+    # Gathered before anything changes: an operand may be a target, too.
+    is_list = isinstance(targets, (list, tuple))
+    one_by_one = [*targets] if is_list else [targets]
+
+    def gather(value: Any, index: int) -> None:
+        if isinstance(value, (list, tuple)):
+            for number, one in enumerate(value):
+                gather(one, number)
+        elif isinstance(value, FullGrad):
+            target = one_by_one[index]
+            if not (isinstance(target, FullGrad) and target.part is value.part):
+                whole_of(value)
+
+    for value in (*others, *kwargs.values()):
+        gather(value, 0)
+    places = [(number, t) for number, one in enumerate(one_by_one) for t in _Target.all_of(one)]
+    if not is_list:
+        for _, target in places:
+            matched = [target.matching(other, whole_of) for other in others]
+            options = {key: target.matching(value, whole_of) for key, value in kwargs.items()}
+            func(target.memory, *matched, **options)
+        return
+    for rests in (False, True):
+        group = [(number, target) for number, target in places if target.rests is rests]
+        if not group:
+            continue
+        matched = [
+            [target.matching(other[number], whole_of) for number, target in group]
+            if isinstance(other, (list, tuple))
+            else group[0][1].matching(other, whole_of)
+            for other in others
+        ]
+        func([target.memory for _, target in group], *matched, **kwargs)
+
+
+def _unscale(grads: Sequence[Tensor], found_inf: Tensor, factor: Tensor) -> None:
+    """Unscale gradients for ``torch.amp.GradScaler``; all ranks get an inf that any has found."""
+    targets = [target for grad in grads for target in _Target.all_of(grad)]
+    for rests in (False, True):
+        memory = [target.memory for target in targets if target.rests is rests]
+        if memory:
+            device = memory[0].device
+            found = found_inf.to(device)
+            _UNSCALE(memory, found, factor.to(device))
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+    comm = next(one.gradients.comm for one in grads if isinstance(one, FullGrad))
+    comm.control.max(found_inf, f"{SyncPoint.GRADIENT.value}: whether it is finite")
