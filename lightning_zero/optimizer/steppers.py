@@ -94,7 +94,7 @@ class Stepper(OfOptimizer):
 
     def keeps_state_of(self, piece: Piece) -> bool:
         """Return whether this rank has the optimizer's state for a parameter, or a part of it."""
-        return piece.numel() > 0
+        return piece.numel() > 0 or not piece.range.slot.numel
 
     @contextmanager
     def whole_members(self) -> Iterator[None]:

@@ -181,7 +181,7 @@ def test_conjugates_keep_their_meaning() -> None:
             offload = ActivationOffload.of(units, engine.comm.host_copies, 1)
             engine.adopt(torch.optim.SGD(model.parameters(), 0.1))
             model(x).sum().backward()
-            found.append(engine.sharded.pieces[0].reduced.clone())
+            found.append(engine.sharded.pieces[0].grad.clone())
             assert (memories.crossed["up"] > 0) == is_away
             offload.remove()
             engine.close()

@@ -4,6 +4,7 @@ Every case runs under stage 3 and one of 1 and 2 on two ranks and once in plain 
 gradients are the same.
 """
 
+import contextlib
 import copy
 import gc
 import io
@@ -913,27 +914,57 @@ class Breakable(Stack):
         return self.head(x)
 
 
-def break_and_go_on(stage: int, where: str, *, in_step: bool) -> Grads:
+def _break(engine: Engine, x: Tensor, where: str, *, in_step: bool) -> None:
+    """A step that an exception ends, which the user catches."""
+    model = engine.module
+    model.broken = where
+    order, finish = engine._backward._order, engine._backward._order.finish
+    if where == "end":
+        order.finish = lambda: 1 / 0
+
+    def step() -> None:
+        with engine.step() if in_step else contextlib.nullcontext(lambda _: None) as watch:
+            loss = square(model, x)
+            watch(loss)
+        loss.backward()
+
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        step()
+    model.broken, order.finish = "", finish
+    if in_step:
+        engine.reset()
+
+
+CLEARS: dict[str, Callable[[nn.Module, Any], None]] = {
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "wrapper": lambda model, optimizer: type(optimizer).zero_grad(_wrapped(optimizer)),
+    "module": lambda model, optimizer: model.zero_grad(),
+    "none": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+}
+
+
+def _wrapped(optimizer: Any) -> Any:
+    """What Fabric makes of an optimizer: an object of a subclass with the same attributes."""
+    wrapper = object.__new__(type("Wrapper", (type(optimizer),), {}))
+    wrapper.__dict__.update({k: v for k, v in vars(optimizer).items() if k != "zero_grad"})
+    return wrapper
+
+
+def break_and_go_on(stage: int, where: str, *, in_step: bool, windows: str = "") -> Grads:
+    """A good step, one that is broken, behind a pass of its window if so, and a good one."""
     engine = shard(build(Breakable), stage=stage)
+    engine.adopt(optimizer := torch.optim.SGD(engine.module.parameters(), 0.0))
     model, x = engine.module, rows(engine.comm.control.rank)
-    for broken in ("", where, ""):
-        model.broken = broken
-        for piece in engine.sharded.pieces:
-            piece.grad = None
-        try:
-            if in_step:
-                with engine.step() as watch:
-                    loss = square(model, x)
-                    watch(loss)
-            else:
-                loss = square(model, x)
-            loss.backward()
-        except ValueError:
-            assert broken
-            if in_step:
-                engine.reset()
-        else:
-            assert not broken
+    square(model, x).backward()
+    for clear in CLEARS.values():
+        clear(model, optimizer)
+        with engine.no_sync() if windows == "unsent" else contextlib.nullcontext():
+            if windows:
+                square(model, x).backward()
+            _break(engine, x, where, in_step=in_step)
+        clear(model, optimizer)
+        square(model, x).backward()
     grads = grads_of(engine)
     assert engine.sharded.memory()["gathered"] == 0
     engine.close()
@@ -941,7 +972,7 @@ def break_and_go_on(stage: int, where: str, *, in_step: bool) -> Grads:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "end"])
 @pytest.mark.parametrize("in_step", [True, False])
 def test_the_step_after_a_broken_one_is_clean(
     ranks: Pools, stage: int, where: str, in_step: bool
@@ -949,6 +980,67 @@ def test_the_step_after_a_broken_one_is_clean(
     expected = plain(Breakable, backward_of(square))
     for grads in ranks(WORLD).run(break_and_go_on, stage, where, in_step=in_step):
         torch.testing.assert_close(grads, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("windows", ["sent", "unsent"])
+def test_a_window_thrown_away_leaves_nothing(ranks: Pools, stage: int, windows: str) -> None:
+    expected = plain(Breakable, backward_of(square))
+    broken = ranks(WORLD).run(break_and_go_on, stage, "backward", in_step=False, windows=windows)
+    for grads in broken:
+        torch.testing.assert_close(grads, expected)
+
+
+def backward_again(stage: int) -> Grads:
+    """A backward pass behind one that failed, without a forward in between."""
+    engine = shard(build(Stack), stage=stage)
+    y = engine.module(rows(engine.comm.control.rank))
+    with pytest.raises(ValueError, match="broken backward"):
+        _Raise.apply(y).sum().backward(retain_graph=True)
+    y.square().mean().backward(retain_graph=True)
+    grads = grads_of(engine)
+    hook = engine.module.stem.bias.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.square().mean().backward(retain_graph=True)
+    hook.remove()
+    engine.module.zero_grad()
+    y.square().mean().backward()
+    again = grads_of(engine)
+    engine.close()
+    torch.testing.assert_close(again, grads)
+    return grads
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_pass_behind_one_that_failed(ranks: Pools, stage: int) -> None:
+    expected = plain(Stack, backward_of(square))
+    for grads in ranks(WORLD).run(backward_again, stage):
+        torch.testing.assert_close(grads, expected)
+
+
+def sync_points_of_autograd_grad(stage: int) -> list[Any]:
+    """Where ranks wait for each other, and what they reduce."""
+    engine = shard(build(Stack), stage=stage)
+    x = rows(engine.comm.control.rank).requires_grad_()
+    loss, found, control = square(engine.module, x), [], engine.comm.control
+    call = control.call
+    control.call = lambda point, *args, **more: [found.append(point), call(point, *args, **more)][1]
+    torch.autograd.grad(loss, x, retain_graph=True)
+    if engine.comm.control.rank == 0 and stage < 3:  # not a collective any more
+        torch.autograd.grad(loss, x, retain_graph=True)
+    control.call = call
+    loss = square(engine.module, x)
+    control.call = lambda point, *args, **more: [found.append(point), call(point, *args, **more)][1]
+    torch.autograd.grad(loss, [x, *engine.module.parameters()])
+    control.call = call
+    found += [verb for _, verb in engine.comm.transport.ledger.elements if verb == "reduce"]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_autograd_grad_sends_no_gradients(ranks: Pools, stage: int) -> None:
+    assert ranks(WORLD).run(sync_points_of_autograd_grad, stage) == [[]] * WORLD
 
 
 def graph_is_freed() -> int:

@@ -190,7 +190,7 @@ def test_a_rank_alone_holds_each_gradient_once(
     monkeypatch.setattr(type(job.engine.comm.transport), "reduce_buffer", noted)
     job.model(job.x).square().mean().backward()
     places = {buffer.tensor.untyped_storage().data_ptr() for buffer in buffers}
-    held = {p.reduced.untyped_storage().data_ptr() for p in job.engine.sharded.pieces}
+    held = {p.grad.untyped_storage().data_ptr() for p in job.engine.sharded.pieces}
     assert held == places
     job.engine.close()
 

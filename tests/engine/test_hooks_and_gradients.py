@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_zero import full_grad, gathered, grad_norm
 from lightning_zero.engine import Engine
+from lightning_zero.optimizer import clip
 from lightning_zero.parameters.full_grad import FullGrad
 from lightning_zero.plan import Settings
 from tests.oracle.projects import WIDTH, Regression, Run, assert_like_ddp, fit, rows, under_all
@@ -359,9 +360,9 @@ def test_overrides_are_called_once_per_step(
     assert_like_ddp(runs)
 
 
-def engine_with_grads() -> tuple[nn.Linear, Engine]:
+def engine_with_grads(stage: int = 2) -> tuple[nn.Linear, Engine]:
     model = nn.Linear(4, 3)
-    engine = Engine(model, Settings(stage=2))
+    engine = Engine(model, Settings(stage=stage))
     engine.adopt(torch.optim.SGD(model.parameters(), 0.1))
     model(torch.ones(2, 4)).sum().backward()
     return model, engine
@@ -466,3 +467,66 @@ def test_data_of_a_gradient_that_is_not_sent() -> None:
     assert model.bias.grad.tolist() == [9.0, 2.0, 2.0]
     assert kept.tolist() == [[5.0] * 4] * 3
     engine.close()
+
+
+ORDERS = ("inf", float("inf"), float("-inf"), 0, -1, 0.5, 1, "2", 3.5)
+
+
+def _clipped_by_both(stage: int) -> None:
+    """Norms and clipped gradients of every order that torch accepts."""
+    grads = [torch.arange(1.0, 13.0).view(3, 4), torch.tensor([0.0, -2.0, 5.0])]
+    for order in ORDERS:
+        for way in (clip_grad_norm_, clip.clip_by_norm):
+            model, engine = engine_with_grads(stage)
+            alike = nn.Linear(4, 3)
+            for module in (model, alike):
+                for parameter, grad in zip(module.parameters(), grads, strict=True):
+                    parameter.grad = grad.clone()
+            who = (model.parameters(),) if way is clip_grad_norm_ else (
+                engine.sharded.pieces, engine.comm,
+            )  # fmt: skip
+            expected = clip_grad_norm_(alike.parameters(), 1.5, order)
+            torch.testing.assert_close(way(*who, 1.5, order), expected)
+            for parameter, other in zip(model.parameters(), alike.parameters(), strict=True):
+                torch.testing.assert_close(full_grad(parameter), other.grad)
+                torch.testing.assert_close(parameter.grad.norm(), other.grad.norm())
+            engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_clipping_takes_every_order_that_torch_takes(ranks: Pools, stage: int) -> None:
+    ranks(2).run(_clipped_by_both, stage)
+
+
+class _WithNone(nn.Module):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.none = nn.Linear(4, 3), nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.none.sum()
+
+
+def _states_of_none() -> None:
+    torch.manual_seed(0)
+    model = _WithNone()
+    alike = copy.deepcopy(model)
+    engine = Engine(model, Settings(stage=3))
+    mine, theirs = (torch.optim.AdamW(m.parameters(), 0.1) for m in (model, alike))
+    engine.adopt(mine)
+    for module, optimizer in ((model, mine), (alike, theirs)):
+        for _ in range(2):
+            module(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = mine.state[model.none]
+    assert state["exp_avg"].shape == (0, 4)
+    assert state["step"] == 2
+    torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
+    engine.close()
+
+
+def test_parameters_without_elements_have_states(ranks: Pools) -> None:
+    ranks(2).run(_states_of_none)

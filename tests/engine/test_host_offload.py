@@ -149,7 +149,7 @@ def test_gradients_lie_where_others_did_unless_somebody_holds_them() -> None:
                     case.loss(engine.module, case.batch(4, MICRO * step + micro)).backward()
                 optimizer.step()
                 if step == 1:
-                    kept, values = first.reduced, first.reduced.clone()
+                    kept, values = first.grad, first.grad.clone()
                 optimizer.zero_grad()
                 made.append(allocate.call_count)
         # One more shard where that of the kept gradient lay.

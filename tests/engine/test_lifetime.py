@@ -47,7 +47,7 @@ def _parts_of(engine: Engine) -> Watched:
             parts[f"weights of {name}"] = flat.weight.tensor.untyped_storage()
             if flat.plan.rests_apart:
                 parts[f"masters of {name}"] = flat.master.untyped_storage()
-            grads = [piece.reduced for piece in flat.pieces if piece.reduced is not None]
+            grads = [piece.grad for piece in flat.pieces if piece.grad is not None]
             if grads:
                 parts[f"gradients of {name}"] = grads[0].untyped_storage()
     parts |= {f"piece of {piece.range.slot.name}": piece for piece in engine.sharded.pieces}

@@ -318,7 +318,7 @@ def _in_large_pages(width: int) -> list[bool]:
         mock.patch.object(type(comm.transport), "reduce_buffer", reduce_buffer),
     ):
         engine.module(torch.ones(1, width)).sum().backward()
-        held += [piece.reduced for piece in engine.sharded.pieces if piece.reduced is not None]
+        held += [piece.grad for piece in engine.sharded.pieces if piece.grad is not None]
         places = [tensor.data_ptr() for tensor in held]
     asked = [[argument.value for argument in call.args[:2]] for call in libc.madvise.mock_calls]
     engine.close()
