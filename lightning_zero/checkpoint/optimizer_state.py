@@ -65,7 +65,7 @@ def _whole_states(
     mine = {
         index: descriptions.of(own[index] or {}, piece, is_whole=is_whole)
         for index, piece in enumerate(pieces)
-        if (own[index] is not None if is_whole else _numel(piece))
+        if (own[index] is not None if is_whole else _has_part(piece))
     }
     gathered = engine.comm.control.gather_objects((optimizer_description(optimizer, label), mine))
     _check_optimizers([description for description, _ in gathered], label)
@@ -90,8 +90,9 @@ def _whole_states(
     return whole
 
 
-def _numel(member: Any) -> int:
-    return member.range.numel if isinstance(member, Piece) else int(member.numel())
+def _has_part(member: Any) -> bool:
+    """Return whether this rank has a state of a parameter, which may have no elements at all."""
+    return not isinstance(member, Piece) or member.numel() > 0 or not member.range.slot.numel
 
 
 def _check_optimizers(descriptions: Sequence[Description], label: str) -> None:

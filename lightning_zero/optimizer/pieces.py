@@ -171,7 +171,8 @@ def is_of_elements(key: str, value: Any, member: Tensor | Slot) -> bool:
     For a 0-d parameter the shape cannot tell ``exp_avg`` from the step count, so the name must.
     """
     is_alike = isinstance(value, Tensor) and value.shape == member.shape
-    return is_alike and key != "step" and value.numel() > 0
+    has_elements = isinstance(member, Slot) or member.numel() > 0
+    return is_alike and key != "step" and has_elements
 
 
 def with_entries(state: Mapping[str, Any], entry: Callable[[str, Any], Any]) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def _assembled(held: Sequence[_OfRank], model: _OfRank, piece: Piece) -> dict[st
     part = torch.empty(model.stop - model.start, device="meta")
 
     def whole(key: str, own: Any, *values: Any) -> Any:
-        if not is_of_elements(key, own, part):
+        is_none = key != "step" and isinstance(own, Tensor) and own.shape == part.shape
+        if not is_of_elements(key, own, part) and not (is_none and not slot.numel):
             return own.detach().clone() if isinstance(own, Tensor) else own
         flat = torch.empty(slot.numel, dtype=own.dtype, device=device)
         for (start, stop, _), value in zip(held, values, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import tempfile
 from itertools import cycle
 from typing import Any
 
@@ -498,35 +499,30 @@ def test_clipping_takes_every_order_that_torch_takes(ranks: Pools, stage: int) -
     ranks(2).run(_clipped_by_both, stage)
 
 
-class _WithNone(nn.Module):
-    """Has a parameter without elements."""
+class _WithoutElements(Noting):
+    """Has a parameter without elements, and notes its states in the optimizer and on disk."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.none = nn.Linear(4, 3), nn.Parameter(torch.zeros(0, 4))
+        self.optimizer = torch.optim.AdamW
+        self.none = nn.Parameter(torch.zeros(0, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + self.none.sum()
+        return super().forward(x) + self.none.sum()
 
-
-def _states_of_none() -> None:
-    torch.manual_seed(0)
-    model = _WithNone()
-    alike = copy.deepcopy(model)
-    engine = Engine(model, Settings(stage=3))
-    mine, theirs = (torch.optim.AdamW(m.parameters(), 0.1) for m in (model, alike))
-    engine.adopt(mine)
-    for module, optimizer in ((model, mine), (alike, theirs)):
-        for _ in range(2):
-            module(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    state = mine.state[model.none]
-    assert state["exp_avg"].shape == (0, 4)
-    assert state["step"] == 2
-    torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
-    engine.close()
+    def on_train_end(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        self.notes.append(optimizer.state[self.none])
+        path = self.trainer.strategy.broadcast(tempfile.mkdtemp()) + "/saved.ckpt"
+        self.trainer.save_checkpoint(path)
+        self.notes.append(torch.load(path)["optimizer_states"][0]["state"])
+        optimizer.load_state_dict(torch.load(path)["optimizer_states"][0])
+        self.notes.append(optimizer.state_dict()["state"])
 
 
 def test_parameters_without_elements_have_states(ranks: Pools) -> None:
-    ranks(2).run(_states_of_none)
+    runs = ranks(2).run(under_all, _train, _WithoutElements, stages=(2, 3))
+    states = [note for note in runs[0][3].notes if isinstance(note, dict)]
+    assert states[0]["exp_avg"].shape == (0, 4)
+    assert states[0]["step"] == 5
+    assert_like_ddp(runs)
