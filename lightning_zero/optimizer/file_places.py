@@ -54,7 +54,7 @@ class FilePlace(NamedTuple):
             return None
         first, last = _range(part)
         start = self.start + first * self.dtype.itemsize
-        return buffer.view(block, start - block.start, last - first, self.dtype)
+        return buffer.view_of(block, start - block.start, last - first, self.dtype)
 
 
 class FilePlaces:

@@ -13,33 +13,36 @@ Buffers exist only during a step.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_zero.comm import Ledger
-from lightning_zero.tensors import PAGE, StagedFile, StagingMemory, fault_in
+from lightning_zero.tensors import (
+    CHUNK_BYTES,
+    NUM_BUFFERS,
+    PAGE,
+    Job,
+    StagedFile,
+    StagingMemory,
+    Threads,
+    fault_in,
+)
 
-_BATCH_BYTES = 4 * 2**20
-"""The most bytes of pieces in a batch: one request for each of their states. Smaller requests are
-slower; larger batches take more memory, and its pages cost more than they gain."""
+_BATCH_BYTES = CHUNK_BYTES
+"""The most bytes of pieces in a batch: one request for each of their states. In larger batches the
+pages of memory cost more than they gain."""
 
 _LARGEST_ELEMENT = 16
 
-NUM_BUFFERS = 4
 _NUM_AHEAD = 2
 """How many batches ahead pages of masters are brought in: they may be dropped before their use."""
-
-_NUM_THREADS = 2
-_REQUEST = 4 * 2**20
-assert _REQUEST % PAGE == 0
 
 
 class HasBytes(Protocol):
@@ -112,48 +115,7 @@ class Block(NamedTuple):
     nbytes: int
 
 
-Request = Callable[[StagedFile, int, memoryview], None]
-
-
-class Requests:
-    """Threads that all read or all write, and the time in which at least one is busy."""
-
-    def __init__(self, name: str, request: Request) -> None:
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, f"lightning_zero.{name}")
-        self._request = request
-        self._lock = threading.Lock()
-        self._num_running = 0
-        self._begin = 0.0
-        self._seconds = 0.0
-
-    def start(
-        self, block: Block, start: int, part: memoryview, before: Sequence[Future[None]]
-    ) -> Future[None]:
-        """Start a request for part of a block, ``start`` bytes into it, once others have ended."""
-        return self._threads.submit(self._run, before, block.file, block.start + start, part)
-
-    def _run(self, before: Sequence[Future[None]], *what: Any) -> None:
-        for one in before:
-            one.result()
-        with self._lock:
-            if not self._num_running:
-                self._begin = perf_counter()
-            self._num_running += 1
-        try:
-            self._request(*what)
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                if not self._num_running:
-                    self._seconds += perf_counter() - self._begin
-
-    def take_seconds(self) -> float:
-        """Return the busy time since the last call; all requests must have ended."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
-class StagingBuffer:
+class StagingBuffer(StagingMemory):
     """Memory for the blocks of one batch.
 
     Attributes:
@@ -161,41 +123,28 @@ class StagingBuffer:
     """
 
     def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes)
         self.places: Mapping[Block, int] = {}
-        self._memory = StagingMemory(nbytes)
-        self._pending: list[Future[None]] = []
 
-    def view(self, block: Block, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+    def view_of(self, block: Block, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements, ``offset`` bytes into a block."""
-        start = self.places[block] + offset
-        return self._memory.tensor[start : start + numel * dtype.itemsize].view(dtype)
+        return self.view(self.places[block] + offset, numel, dtype)
 
-    def read(self, blocks: Sequence[Block], readers: Requests) -> None:
+    def read(self, blocks: Sequence[Block], threads: Threads) -> None:
         """Start to read blocks once the buffer's previous ones are written."""
         ends = [*accumulate((block.nbytes for block in blocks), initial=0)]
         self.places = dict(zip(blocks, ends, strict=False))
-        self._move(readers, [*self._pending])
+        self.start(threads, self._requests(StagedFile.read))
 
-    def write(self, writers: Requests) -> None:
+    def write(self, threads: Threads) -> None:
         """Start to write what was read."""
-        self._move(writers, ())
+        self.start(threads, self._requests(StagedFile.write))
 
-    def _move(self, requests: Requests, before: Sequence[Future[None]]) -> None:
+    def _requests(self, request: Callable[[StagedFile, int, memoryview], None]) -> Iterator[Job]:
         for block, place in self.places.items():
-            for start in range(0, block.nbytes, _REQUEST):
-                part = self._memory.part(place + start, min(_REQUEST, block.nbytes - start))
-                self._pending.append(requests.start(block, start, part, before))
-
-    def wait(self) -> None:
-        """Wait until all requests have ended.
-
-        Raises:
-            OSError: A request failed.
-        """
-        wait(self._pending)  # before they are forgotten: an interrupt may come here
-        pending, self._pending = self._pending, []
-        for one in pending:
-            one.result()
+            for start in range(0, block.nbytes, CHUNK_BYTES):
+                part = self.part(place + start, min(CHUNK_BYTES, block.nbytes - start))
+                yield partial(request, block.file, block.start + start, part)
 
 
 class Staging:
@@ -212,9 +161,8 @@ class Staging:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._readers = Requests("fetch", StagedFile.read)
-        self._writers = Requests("flush", StagedFile.write)
-        self._faults = ThreadPoolExecutor(1, "lightning_zero.fault")
+        self._readers, self._writers = Threads("fetch"), Threads("flush")
+        self._faults = Threads("fault")
         self._batches: Sequence[Sequence[Block]] = ()
         self._masters: Sequence[Sequence[Tensor]] = ()
         self._buffers: list[StagingBuffer] = []
@@ -236,7 +184,7 @@ class Staging:
         for buffer, blocks in zip(self._buffers, batches, strict=False):
             buffer.read(blocks, self._readers)
         for tensors in masters[:_NUM_AHEAD]:
-            self._faults.submit(fault_in, tensors)
+            self._faults.start(partial(fault_in, tensors))
 
     @property
     def fetched(self) -> StagingBuffer:
@@ -246,7 +194,7 @@ class Staging:
     def fetch(self) -> None:
         """Go on to the buffer of the next batch, and wait until it is read."""
         for tensors in self._masters[self._next + _NUM_AHEAD :][:1]:
-            self._faults.submit(fault_in, tensors)
+            self._faults.start(partial(fault_in, tensors))
         self._next += 1
         self._wait(self.fetched)
 

@@ -20,7 +20,7 @@ from lightning_zero.comm import Arrived, Cargo, Codec, Communicator, Extent, Sha
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import (
-    BLOCK_BYTES,
+    CHUNK_BYTES,
     LARGE_BYTES,
     Scratch,
     UploadPart,
@@ -306,7 +306,7 @@ def _reading(unit: str) -> str:
 
 def _parts(master: Tensor, out: Tensor, source: Tensor | None) -> Iterator[UploadPart]:
     """Yield the parts in which ``master`` is cast to ``source``, and that copied to ``out``."""
-    at_once = BLOCK_BYTES // master.element_size()
+    at_once = CHUNK_BYTES // master.element_size()
     with lasting_tensors():
         masters, outs = (torch.split(one, at_once) for one in (master, out))
         sources = [None] * len(outs) if source is None else torch.split(source, at_once)

@@ -9,10 +9,10 @@ properties  torch's functions, grouped by what they need of a tensor's memory
 chunks      the chunk size in which large tensors are processed
 storages    storages, counted while they are alive
 pages       huge pages of host memory, and pages of files brought in ahead
-lent_memory host memory that is reused once nothing refers to it
 partly_read tensors of which a part can be had without the rest
 wrapped     tensors that wrap others, taken apart and made again
 work        what is in flight, and may be waited for
+staging     buffers through which threads move chunks between device, host and files
 uploads     copies to a device of what threads bring to pinned memory first
 host_copies copies between a device and its host, for offload
 scratch     unnamed files, in which tensors rest
@@ -31,16 +31,24 @@ from lightning_zero.tensors.host_copies import (
     require_abilities,
 )
 from lightning_zero.tensors.lasting import lasting_tensors
-from lightning_zero.tensors.lent_memory import SECTOR, LentMemory
 from lightning_zero.tensors.nested import named_tensors, tensors_in
 from lightning_zero.tensors.outside import copied_if_wrapped, outside, runs_outside
 from lightning_zero.tensors.pages import LARGE_BYTES, ask_for_large_pages, fault_in
-from lightning_zero.tensors.partly_read import PartlyRead
+from lightning_zero.tensors.partly_read import SECTOR, PartlyRead
 from lightning_zero.tensors.profiling import span, unseen
 from lightning_zero.tensors.scratch import Scratch
-from lightning_zero.tensors.staged_file import PAGE, StagedFile, StagingMemory, in_pages
+from lightning_zero.tensors.staged_file import StagedFile
+from lightning_zero.tensors.staging import (
+    CHUNK_BYTES,
+    NUM_BUFFERS,
+    PAGE,
+    Job,
+    StagingMemory,
+    Threads,
+    in_pages,
+)
 from lightning_zero.tensors.storages import Storages
-from lightning_zero.tensors.uploads import BLOCK_BYTES, RING_BYTES, UploadPart
+from lightning_zero.tensors.uploads import RING_BYTES, UploadPart
 from lightning_zero.tensors.work import Work
 from lightning_zero.tensors.wrapped import (
     bytes_held,

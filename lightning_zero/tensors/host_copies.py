@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_zero.tensors import internals
 from lightning_zero.tensors.lasting import lasting_tensors
-from lightning_zero.tensors.lent_memory import LentMemory
 from lightning_zero.tensors.pages import private_map
 from lightning_zero.tensors.uploads import UploadPart, Uploads
 from lightning_zero.tensors.work import Work
@@ -77,10 +78,11 @@ class HostCopies:
         self._up: torch.Event | None = None
         # What copies to the host still read, by group, the oldest first.
         self._leaving: deque[tuple[object, list[tuple[Landing, Tensor]]]] = deque()
-        self._recurring = LentMemory()
+        self._recurring: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._lock = threading.Lock()
         self._uploads = Uploads(self._up_stream, self.lasting_memory)
         # Host memory, held until the copy into it has ended.
-        self._held: deque[tuple[torch.Event, torch.UntypedStorage]] = deque()
+        self._held: deque[tuple[torch.Event, Tensor]] = deque()
 
     def can_copy(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` lies on the device and is not a subclass of ``Tensor``."""
@@ -111,7 +113,16 @@ class HostCopies:
         of it and no copy in flight refers to it.
         """
         self._let_go()
-        return self._recurring.lend(numel, dtype, self.lasting_memory)
+        nbytes = numel * dtype.itemsize
+        with lasting_tensors(), self._lock:
+            blocks = self._recurring[nbytes]
+            free = next(filter(internals.has_memory_alone, blocks), None)
+            if free is None:
+                free = self.lasting_memory(nbytes, torch.uint8)
+                blocks.append(free)
+            memory = torch.empty(0, dtype=dtype)
+            memory.set_(free.untyped_storage(), 0, (numel,), (1,))
+            return memory
 
     def _let_go(self) -> None:
         """Drop the memory of copies that have ended."""
@@ -202,7 +213,7 @@ class HostCopies:
             landing = Landing(None if stream is None else stream.record_event())
         if landing.event is not None:
             self._let_go()
-            self._held.append((landing.event, out.untyped_storage()))
+            self._held.append((landing.event, out))
             self._keep(group, landing, source)
         return landing
 
@@ -250,7 +261,7 @@ class HostCopies:
             self._held.popleft()[0].synchronize()
         self.wait_until_read()
         self._uploads.close()
-        self._recurring.close()
+        self._recurring.clear()
 
     @contextlib.contextmanager
     def _beside_computation(self, stream: torch.Stream) -> Iterator[None]:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+SECTOR = 512
+"""The alignment of direct I/O in bytes, in the file and in memory."""
+
 
 class PartlyRead(Tensor):
     """A tensor that is read only as far as it is used; its parts are read on use, too.

@@ -15,34 +15,8 @@ from collections.abc import Callable
 import torch
 
 from lightning_zero.tensors.lasting import lasting_tensors
-from lightning_zero.tensors.pages import private_map
 from lightning_zero.tensors.scratch import Scratch
-
-PAGE = 4096
-"""The alignment of offsets in such a file, and of addresses and sizes of memory."""
-
-
-def in_pages(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to whole pages."""
-    return -(-nbytes // PAGE) * PAGE
-
-
-class StagingMemory:
-    """Memory of whole pages that child processes do not inherit.
-
-    Attributes:
-        tensor: Its bytes.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._map = private_map(max(nbytes, PAGE))
-        self._view = memoryview(self._map)
-        with lasting_tensors():
-            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    def part(self, start: int, nbytes: int) -> memoryview:
-        """Return ``nbytes`` bytes from ``start`` on, for a request."""
-        return self._view[start : start + nbytes]
+from lightning_zero.tensors.staging import PAGE, StagingMemory, in_pages
 
 
 class StagedFile:
@@ -123,14 +97,14 @@ class StagedFile:
 
     def _shows_in_mapping(self) -> bool:
         """Return whether requests and the mapping see each other's writes, as tried on a page."""
-        memory = StagingMemory(PAGE)
-        first, view = self.mapped[:PAGE], memory.part(0, PAGE)
+        buffer = StagingMemory(PAGE)
+        first, view = self.mapped[:PAGE], buffer.part(0, PAGE)
         try:
             for value in (1, 0):
                 first.fill_(value + 2)
                 self.read(0, view)
-                seen = memory.tensor.eq(value + 2).all()
-                memory.tensor.fill_(value)
+                seen = buffer.tensor.eq(value + 2).all()
+                buffer.tensor.fill_(value)
                 self.write(0, view)
                 if not (seen and first.eq(value).all()):
                     return False

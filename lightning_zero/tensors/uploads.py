@@ -1,13 +1,9 @@
 """Copies to a device whose sources threads fill first: from files, or cast on the way.
 
 What an upload reads must be pinned, or the copy would hold up the host. What rests in files, or in
-another dtype, comes by a ring of pinned blocks, which threads fill in turn::
-
-    threads     fill 0 | fill 1 | fill 2 | fill 3 |   wait for 0 | fill 0 | ...
-    stream           | send 0 | send 1 | send 2 | ...
-
-The threads fill ahead while the device computes. The copies are sent when one waits for them: those
-of earlier uploads first, so that collectives behind them begin in the same order on all ranks.
+another dtype, comes through pinned buffers, which threads fill ahead while the device computes. The
+copies are sent when one waits for them: those of earlier uploads first, so that collectives behind
+them begin in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -15,29 +11,25 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.tensors.lasting import lasting_tensors
+from lightning_zero.tensors.staging import CHUNK_BYTES, NUM_BUFFERS, Buffer, Threads
 from lightning_zero.tensors.work import Work
 
-BLOCK_BYTES = 4 * 2**20
-"""The most bytes of a part."""
-NUM_BLOCKS = 4
-RING_BYTES = NUM_BLOCKS * BLOCK_BYTES
-_NUM_THREADS = 2
+RING_BYTES = NUM_BUFFERS * CHUNK_BYTES
 
 
 class UploadPart(NamedTuple):
     """A part of an upload.
 
     Attributes:
-        out: Where it goes on the device, at most :data:`BLOCK_BYTES`.
+        out: Where it goes on the device, at most :data:`CHUNK_BYTES`.
         fill: Fills host memory of the same size and dtype, in a thread.
-        source: That memory, pinned; by default a block of the ring. ``out`` itself is only filled.
+        source: That memory, pinned; by default a buffer. ``out`` itself is only filled.
     """
 
     out: Tensor
@@ -45,20 +37,13 @@ class UploadPart(NamedTuple):
     source: Tensor | None = None
 
 
-class _Block(NamedTuple):
-    """A block of the ring, and the end of the copy that last read it."""
-
-    memory: Tensor
-    read: torch.Event | None
-
-
 class _Filling(NamedTuple):
     """A part that a thread fills."""
 
     out: Tensor
     source: Tensor
-    block: _Block | None
-    end: Future[None]
+    buffer: Buffer
+    is_of_ring: bool
 
 
 class Uploads:
@@ -70,15 +55,15 @@ class Uploads:
 
     Attributes:
         stream: As given.
-        nbytes: Bytes of the ring; none before its first use.
+        nbytes: Bytes of the buffers; none before their first use.
     """
 
     def __init__(
         self, stream: torch.Stream | None, allocate: Callable[[int, torch.dtype], Tensor]
     ) -> None:
         self.stream, self._allocate = stream, allocate
-        self._threads: ThreadPoolExecutor | None = None
-        self._free: deque[_Block] | None = None
+        self._threads = Threads("upload")
+        self._free: deque[Buffer] | None = None
         self.nbytes = 0
         self._waiting: deque[Upload] = deque()
 
@@ -88,42 +73,36 @@ class Uploads:
         They are sent behind the work that is queued on the device now, and none that is queued
         later. ``what`` is named in errors.
         """
-        begin = None
-        if self.stream is not None:
-            begin = torch.accelerator.current_stream(self.stream.device).record_event()
-        upload = Upload(self, what, parts, then, begin)
+        upload = Upload(self, what, deque(parts), then)
         self._waiting.append(upload)
         self._fill()
         return upload
 
     def _fill(self) -> None:
-        """Let the threads fill the next parts, as far as there are free blocks for them."""
+        """Let the threads fill the next parts, as far as there are free buffers for them."""
         for upload in self._waiting:
             while upload.parts:
                 out, fill, source = upload.parts[0]
-                block = None
-                if source is None:
-                    block = self._take()
-                    if block is None:
-                        return
-                    with lasting_tensors():
-                        source = block.memory[: out.nbytes].view(out.dtype)
+                is_of_ring = source is None
+                if source is not None:
+                    buffer = Buffer(source)
+                elif self._ring:
+                    buffer = self._ring.popleft()
+                    source = buffer.view(0, out.numel(), out.dtype)
+                else:
+                    return
                 upload.parts.popleft()
-                if self._threads is None:
-                    self._threads = ThreadPoolExecutor(_NUM_THREADS, "lightning_zero.upload")
-                end = self._threads.submit(_fill, block, fill, source)
-                upload.filling.append(_Filling(out, source, block, end))
+                buffer.start(self._threads, [partial(fill, source)])
+                upload.filling.append(_Filling(out, source, buffer, is_of_ring))
 
-    def _take(self) -> _Block | None:
+    @property
+    def _ring(self) -> deque[Buffer]:
+        """The free buffers."""
         if self._free is None:
-            blocks = torch.split(self._allocate(RING_BYTES, torch.uint8), BLOCK_BYTES)
-            self._free = deque(_Block(block, None) for block in blocks)
+            memory = self._allocate(RING_BYTES, torch.uint8)
+            self._free = deque(map(Buffer, torch.split(memory, CHUNK_BYTES)))
             self.nbytes = RING_BYTES
-        return self._free.popleft() if self._free else None
-
-    def _give_back(self, block: _Block | None, read: torch.Event | None) -> None:
-        if block is not None and self._free is not None:
-            self._free.append(_Block(block.memory, read))
+        return self._free
 
     def send(self, last: Upload | None = None) -> None:
         """Send all uploads, or those up to ``last``.
@@ -132,26 +111,28 @@ class Uploads:
             RuntimeError: One could not be filled.
         """
         while self._waiting and (last is None or last in self._waiting):
-            upload = self._waiting[0]
             try:
                 with self.stream or contextlib.nullcontext():
-                    self._send(upload)
+                    self._send(self._waiting[0])
             finally:
                 self._drop()
 
     def _send(self, upload: Upload) -> None:
         """Send the first upload."""
-        if self.stream is not None:
-            assert upload.begin is not None
+        if self.stream is not None and upload.begin is not None:
             # Not already when it was started: the stream may have sent others' parts since.
             self.stream.wait_event(upload.begin)
         try:
             while upload.filling:
-                upload.filling[0].end.result()
-                out, source, block, _ = upload.filling.popleft()
+                out, source, buffer, is_of_ring = upload.filling[0]
+                buffer.wait()
+                upload.filling.popleft()
                 if source.data_ptr() != out.data_ptr():
                     out.copy_(source, non_blocking=True)
-                self._give_back(block, self._now())
+                if is_of_ring:
+                    if self.stream is not None:
+                        buffer.ends = [self.stream.record_event().synchronize]
+                    self._ring.append(buffer)
                 self._fill()
             upload.work = upload.then()
         except Exception as error:
@@ -159,16 +140,15 @@ class Uploads:
             raise RuntimeError(f"{upload.what} failed: {error}") from error
         finally:
             # Also of copies sent before one failed: computation may reuse their memory.
-            upload.end = self._now()
-
-    def _now(self) -> torch.Event | None:
-        return None if self.stream is None else self.stream.record_event()
+            upload.end = None if self.stream is None else self.stream.record_event()
 
     def _drop(self) -> None:
-        """Drop the first upload, and give back the blocks of parts that were not sent."""
-        for _, _, block, end in self._waiting.popleft().filling:
-            end.exception()
-            self._give_back(block, None if block is None else block.read)
+        """Drop the first upload, and give back the buffers of parts that were not sent."""
+        for _, _, buffer, is_of_ring in self._waiting.popleft().filling:
+            with contextlib.suppress(Exception):  # the upload's, which is raised
+                buffer.wait()
+            if is_of_ring:
+                self._ring.append(buffer)
 
     def abandon(self) -> None:
         """Drop all uploads that were not sent."""
@@ -176,11 +156,10 @@ class Uploads:
             self._drop()
 
     def close(self) -> None:
-        """End the threads, and free the ring, until the next upload."""
+        """End the threads, and free the buffers, until the next upload."""
         self.abandon()
-        if self._threads is not None:
-            self._threads.shutdown()
-        self._threads, self._free, self.nbytes = None, None, 0
+        self._threads.close()
+        self._free, self.nbytes = None, 0
 
 
 class Upload:
@@ -198,16 +177,14 @@ class Upload:
     """
 
     def __init__(
-        self,
-        uploads: Uploads,
-        what: str,
-        parts: Iterable[UploadPart],
-        then: Callable[[], Work],
-        begin: torch.Event | None,
+        self, uploads: Uploads, what: str, parts: deque[UploadPart], then: Callable[[], Work]
     ) -> None:
         self._uploads = uploads
-        self.what, self.then, self.begin = what, then, begin
-        self.parts = deque(parts)
+        self.what, self.parts, self.then = what, parts, then
+        stream = uploads.stream
+        self.begin: torch.Event | None = None
+        if stream is not None:
+            self.begin = torch.accelerator.current_stream(stream.device).record_event()
         self.filling: deque[_Filling] = deque()
         self.work: Work | None = None
         self.end: torch.Event | None = None
@@ -227,9 +204,3 @@ class Upload:
         finally:
             if self.end is not None and (stream := self._uploads.stream) is not None:
                 torch.accelerator.current_stream(stream.device).wait_event(self.end)
-
-
-def _fill(block: _Block | None, fill: Callable[[Tensor], object], source: Tensor) -> None:
-    if block is not None and block.read is not None:
-        block.read.synchronize()
-    fill(source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,9 @@ from torch import Tensor
 
 from lightning_zero.comm import Arrived, DryHostCopies
 from lightning_zero.tensors import (
-    BLOCK_BYTES,
+    NUM_BUFFERS,
     RING_BYTES,
     HostCopies,
-    LentMemory,
     UploadPart,
     Work,
     pinned_bytes,
@@ -25,7 +23,6 @@ from lightning_zero.tensors import (
 from tests.oracle.device import beside_the_host
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-NUM_BLOCKS = RING_BYTES // BLOCK_BYTES
 
 
 def test_memory_recurs_when_nobody_holds_it() -> None:
@@ -41,50 +38,13 @@ def test_memory_recurs_when_nobody_holds_it() -> None:
     assert view.all()
     del view
     assert copies.recurring_memory(4, torch.float32).data_ptr() != place
-    assert copies.recurring_memory(12, torch.bfloat16).data_ptr() == place
+    other = copies.recurring_memory(12, torch.bfloat16)
+    assert other.data_ptr() == place
+    storage = other.untyped_storage()
+    del other
+    assert copies.recurring_memory(6, torch.float32).data_ptr() != place
+    del storage
     assert copies.recurring_memory(0, torch.float32).numel() == 0
-
-
-def test_the_last_memory_is_kept_that_nobody_has() -> None:
-    memory, make = LentMemory(most=2), HostCopies(CPU).lasting_memory
-    for nbytes, kept in ((64, 64), (128, 192), (32, 160)):
-        memory.lend(nbytes, torch.uint8, make)  # nobody holds it
-        assert memory.nbytes == kept
-    held = memory.lend(32, torch.float32, make)
-    assert memory.nbytes == 32
-    memory.close()
-    del held
-    assert memory.nbytes == 0
-
-
-@pytest.mark.parametrize("look", [0, 1, 2])
-def test_memory_is_lent_while_other_threads_drop_theirs(look: int) -> None:
-    held = dict[int, Tensor]()
-
-    class Seen(Tensor):
-        @property
-        def nbytes(self) -> int:
-            if next(looks) == look:
-                with ThreadPoolExecutor(1) as thread:
-                    thread.submit(held.clear).result()
-            return self.numel()
-
-    def make(numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype).as_subclass(Seen)
-
-    memory, looks = LentMemory(most=3), itertools.count(3)
-    sizes = 16, 32, 48, 64
-    held.update((size, memory.lend(size, torch.uint8, make)) for size in sizes)
-    for size in sizes[:3]:
-        del held[size]
-    looks = itertools.count()
-    mine = [memory.lend(48, torch.uint8, make) for _ in range(2)]
-    assert not held
-    assert mine[0].data_ptr() != mine[1].data_ptr()
-    held[0], looks = memory.lend(80, torch.uint8, make), itertools.count()
-    del mine
-    assert 0 < memory.nbytes <= 3 * 80
-    assert not held
 
 
 class End:
@@ -105,7 +65,7 @@ def test_what_has_not_arrived_is_held_though_two_threads_look() -> None:
     copies = HostCopies(CPU)
     late = torch.empty(4)
     ends = End(has_come=True, ask=copies._let_go), End(has_come=False)
-    copies._held.extend((end, late.untyped_storage()) for end in ends)  # type: ignore[misc]
+    copies._held.extend((end, late) for end in ends)  # type: ignore[misc]
     copies._let_go()
     assert [end for end, _ in copies._held] == [ends[1]]
 
@@ -181,7 +141,7 @@ def started(copies: HostCopies, outs: list[Tensor], what: str = "a unit") -> Wor
 def test_parts_come_through_a_small_ring_that_the_host_never_waits_for() -> None:
     with beside_the_host() as device:
         copies = HostCopies(CPU)
-        outs = [torch.empty(3) for _ in range(3 * NUM_BLOCKS)]
+        outs = [torch.empty(3) for _ in range(3 * NUM_BUFFERS)]
         other = torch.empty(2, dtype=torch.int64)
         works = [started(copies, outs), started(copies, [other])]
         assert copies.ring_bytes == RING_BYTES
@@ -201,7 +161,7 @@ def test_an_upload_that_fails_gives_back_the_ring() -> None:
 
     copies = HostCopies(CPU)
     out = torch.zeros(3)
-    for _ in range(2 * NUM_BLOCKS):
+    for _ in range(2 * NUM_BUFFERS):
         work = copies.up_in_parts(
             "Reading net", [UploadPart(out, fail), UploadPart(out, fail)], Arrived
         )

@@ -45,7 +45,7 @@ from lightning_zero.tensors import (
     Scratch,
     StagedFile,
     StagingMemory,
-    uploads,
+    staging,
 )
 from lightning_zero.tensors import host_copies as copies_module
 
@@ -633,7 +633,8 @@ def _streams(device: Device) -> Iterator[Any]:
     yield mock.patch.object(copies_module, "_WITHOUT_STREAMS", ("meta",))
     yield mock.patch.object(torch, "Stream", device.stream)
     yield mock.patch.object(torch.accelerator, "current_stream", device.current_stream)
-    yield mock.patch.object(uploads, "ThreadPoolExecutor", type("", (Threads,), {"device": device}))
+    threads = type("", (Threads,), {"device": device})
+    yield mock.patch.object(staging, "ThreadPoolExecutor", threads)
     yield mock.patch.object(Tensor, "record_stream", lambda one, to: device.record(one, to))
     own = torch.UntypedStorage.resize_
     resize = lambda storage, nbytes: device.resize(own, storage, nbytes)  # noqa: E731
