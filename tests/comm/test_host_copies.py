@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,29 +43,6 @@ def test_memory_recurs_when_nobody_holds_it() -> None:
     assert copies.recurring_memory(6, torch.float32).data_ptr() != place
     del storage
     assert copies.recurring_memory(0, torch.float32).numel() == 0
-
-
-class End:
-    """The end of a copy, which may be asked for by another thread meanwhile."""
-
-    def __init__(self, *, has_come: bool, ask: Callable[[], object] | None = None) -> None:
-        self._has_come, self._ask = has_come, ask
-
-    def query(self) -> bool:
-        ask, self._ask = self._ask, None
-        if ask is not None:
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(ask).result()
-        return self._has_come
-
-
-def test_what_has_not_arrived_is_held_though_two_threads_look() -> None:
-    copies = HostCopies(CPU)
-    late = torch.empty(4)
-    ends = End(has_come=True, ask=copies._let_go), End(has_come=False)
-    copies._held.extend((end, late) for end in ends)  # type: ignore[misc]
-    copies._let_go()
-    assert [end for end, _ in copies._held] == [ends[1]]
 
 
 def test_what_waits_in_torchs_pinned_memory_is_rounded_up() -> None:
@@ -112,18 +87,6 @@ def test_nothing_goes_up_behind_what_goes_down() -> None:
         copies.up(above, below, Arrived, landing).wait()
         assert above.tolist() == [1.0] * 4
         copies.close()
-
-
-def test_host_memory_is_given_back_at_the_end() -> None:
-    with beside_the_host():
-        copies = HostCopies(CPU)
-        memory = copies.recurring_memory(1024, torch.float32)
-        place = weakref.ref(memory.untyped_storage())
-        copies.down(memory, torch.ones(1024), group="unit")
-        del memory
-        assert place() is not None
-        copies.close()
-        assert place() is None
 
 
 # ---------------------------------------------------------------------------- uploads in parts

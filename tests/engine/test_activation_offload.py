@@ -127,67 +127,6 @@ def test_what_is_fetched_and_dropped_is_written_before_it_is_freed() -> None:
         engine.close()
 
 
-def saved_bytes(forward: Any, weights: set[int]) -> int:
-    """Bytes of the storages that autograd saves in a plain run, but weights."""
-    found: dict[int, Tensor] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        found[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        forward()
-    return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in weights)
-
-
-def test_what_moves_is_what_autograd_saves_but_weights() -> None:
-    block = Residual()
-    x = torch.randn(ROWS, WIDTH)
-    torch.manual_seed(0)
-    expected = saved_bytes(
-        lambda: block(x), {p.untyped_storage()._cdata for p in block.parameters()}
-    )
-    with beside_the_host() as memories:
-        engine = Engine(nn.Sequential(block), Settings(stage=3, units=[Residual]))
-        offload = ActivationOffload.of(engine.sharded.units, engine.comm.host_copies, 1)
-        output = engine.module(x)
-        assert memories.crossed == {"down": expected}
-        output.sum().backward(retain_graph=True)
-        assert memories.crossed == {"down": expected, "up": expected}
-        offload.remove()
-        engine.close()
-
-
-class Conjugating(nn.Module):
-    """Saves views that are more than a place in a storage: conjugates, and their negations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        turned = (x * self.turn).conj()
-        return (turned * turned.exp()).imag * turned.imag
-
-
-def test_conjugates_keep_their_meaning() -> None:
-    x, found = torch.randn(ROWS, WIDTH, dtype=torch.complex64), []
-    for is_away in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(Conjugating())
-        with beside_the_host() as memories:
-            engine = Engine(model, Settings(units=[Conjugating]))
-            units = engine.sharded.units if is_away else []
-            offload = ActivationOffload.of(units, engine.comm.host_copies, 1)
-            engine.adopt(torch.optim.SGD(model.parameters(), 0.1))
-            model(x).sum().backward()
-            found.append(engine.sharded.pieces[0].grad.clone())
-            assert (memories.crossed["up"] > 0) == is_away
-            offload.remove()
-            engine.close()
-    assert torch.equal(*found)
-
-
 def test_activations_leave_the_device() -> None:
     alive: list[weakref.ref[Any]] = []
 
@@ -214,15 +153,6 @@ def test_activations_leave_the_device() -> None:
             output.sum().backward()
             offload.remove()
             engine.close()
-
-
-def test_small_tensors_stay() -> None:
-    with beside_the_host() as memories:
-        engine = Engine(Stack(), Settings(units=[Residual]))
-        ActivationOffload.of(engine.sharded.units, engine.comm.host_copies)
-        engine.module(torch.randn(ROWS, WIDTH)).sum().backward()
-        assert memories.crossed == {}
-        engine.close()
 
 
 def fit_both_ways() -> None:

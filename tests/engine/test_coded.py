@@ -189,21 +189,6 @@ def test_what_is_not_edited_keeps_its_digits(ranks: Pools, way: Way, where: str)
         assert value.view(-1)[0] == pytest.approx(6.25, rel=0.01)
 
 
-def _overflows() -> tuple[bool, list[float]]:
-    engine = _engine((2, "32-true", None, {"reduce_bits": 8}))
-    with engine.step() as watch:
-        loss = MODELS["nested"].loss(engine.module, MODELS["nested"].batch(4, 0))
-        watch(loss * torch.inf if engine.comm.control.rank else loss)
-    (loss * torch.inf if engine.comm.control.rank else loss).backward()
-    grads = [engine.sharded.full_grad(parameter) for parameter in engine.module.parameters()]
-    engine.close(restore=False)
-    return all(not grad.isfinite().any() for grad in grads if grad is not None), []
-
-
-def test_what_is_not_finite_arrives(ranks: Pools) -> None:
-    assert all(is_seen for is_seen, _ in ranks(2).run(_overflows))
-
-
 # ---------------------------------------------------------------------------- what is refused
 
 

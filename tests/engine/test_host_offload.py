@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.comm import Communicator, sum_of
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import States, UnitStep, clip
-from lightning_zero.plan import RECIPES, Offload, Settings
+from lightning_zero.optimizer import clip
+from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import HostCopies
 from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
@@ -109,55 +109,6 @@ def crossed(stage: int, folder: str | None = None) -> tuple[dict[str, int], dict
     return moved, expected
 
 
-@pytest.mark.parametrize("fused", [True, None])
-def test_fused_steps_find_counts_where_they_step(fused: bool | None) -> None:
-    """A checkpoint of a run that was not fused has them on the host; ``meta`` plays a device."""
-    staying, leaving = [nn.Parameter(torch.ones(3, device="meta")) for _ in range(2)]
-    optimizer = torch.optim.AdamW([staying, leaving], fused=None)
-    states = {n: {"step": torch.tensor(2.0, dtype=torch.float64)} for n in range(2)}
-    group = {**optimizer.state_dict()["param_groups"][0], "fused": None}
-    optimizer.load_state_dict({"state": states, "param_groups": [group]})
-    optimizer.param_groups[0]["fused"] = fused
-    counts = [optimizer.state[one] for one in (staying, leaving)]
-    pieces: Any = [[leaving]]
-    unit_step = UnitStep(pieces, States(optimizer))
-    with mock.patch.object(torch.optim.AdamW.step, "__wrapped__") as step:
-        step.side_effect = lambda who: seen.append(who.param_groups[0]["fused"])
-        seen: list[bool | None] = []
-        unit_step.begin(step)
-    assert seen == [fused]
-    assert optimizer.param_groups[0] == {**group, "fused": True, "params": [leaving]}
-    unit_step.end()
-    assert optimizer.param_groups[0] == {**group, "fused": fused, "params": [staying, leaving]}
-    devices = [count["step"].device.type for count in counts]
-    assert devices == ["meta" if fused else "cpu", "meta"]
-    assert counts[1]["step"].dtype is torch.float32
-
-
-def test_gradients_lie_where_others_did_unless_somebody_holds_them() -> None:
-    case, made = MODELS["transformer"], []
-    with beside_the_host():
-        engine = shard(case.build(), stage=3, offload=Offload.of_stage(3, "cpu"))
-        optimizer = momentum(engine.module)
-        engine.adopt(optimizer)
-        first = engine.sharded.pieces[0]
-        with mock.patch.object(
-            HostCopies, "lasting_memory", autospec=True, side_effect=HostCopies.lasting_memory
-        ) as allocate:
-            for step in range(4):
-                for micro in range(MICRO):
-                    case.loss(engine.module, case.batch(4, MICRO * step + micro)).backward()
-                optimizer.step()
-                if step == 1:
-                    kept, values = first.grad, first.grad.clone()
-                optimizer.zero_grad()
-                made.append(allocate.call_count)
-        # One more shard where that of the kept gradient lay.
-        assert 0 < made[0] == made[1] == made[2] - 1 == made[3] - 1
-        assert torch.equal(kept, values)
-        engine.close()
-
-
 def unfrozen(stage: int, folder: str) -> None:
     """Check that what was frozen at setup rests on the device, also when it is trained."""
 
@@ -220,17 +171,6 @@ def test_files_are_of_the_host_too(ranks: Pools, tmp_path: Any) -> None:
         assert actual == expected
 
 
-def test_the_double_knows_two_memories() -> None:
-    with beside_the_host() as memories:
-        here = torch.ones(2)
-        there = memories.paint(torch.ones(2), "pageable")
-        assert memories.kind(there * 2 + torch.ones(())) == "pageable"
-        with pytest.raises(AssertionError, match="two memories"):
-            here + there
-        here.copy_(there)
-        assert (memories.crossed, memories.kind(here)) == ({"up": 8}, "device")
-
-
 # ---------------------------------------------------------------------------- late copies
 
 
@@ -285,35 +225,6 @@ def compare_edited() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_are_waited_for_and_edits_go_up_and_down(ranks: Pools, world: int) -> None:
     ranks(world).run(compare_edited)
-
-
-def forward_after_edit(**settings: Any) -> Tensor:
-    """A forward after an edit between steps, and after a look at all other units."""
-    torch.manual_seed(0)
-    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
-    settings["recipe"] = RECIPES["bf16-mixed"]
-    comm = Communicator(CPU, reads_peers=False)
-    engine = Engine(module, Settings(units=(nn.Linear,), **settings), comm)
-    x = torch.ones(2, 8, dtype=torch.bfloat16)
-    with torch.no_grad():
-        module(x)
-        module[0].weight.mul_(3.0)
-        for other in module[1:]:
-            assert other.weight.isfinite().all()
-        found = module(x)
-    engine.close()
-    return found
-
-
-def compare_displaced() -> None:
-    expected = forward_after_edit()
-    with beside_the_host(followed=False):
-        assert torch.equal(forward_after_edit(offload=Offload("cpu", "cpu")), expected)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_edits_of_units_that_others_displace_go_up(ranks: Pools, world: int) -> None:
-    ranks(world).run(compare_displaced)
 
 
 def test_nothing_moves_from_the_host_to_its_memory() -> None:

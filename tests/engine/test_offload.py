@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import errno
 import fcntl
-import gc
 import inspect
 import os
 import resource
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -24,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint import module_state, optimizer_state
 from lightning_zero.engine import Engine
@@ -231,28 +226,6 @@ def test_hooks_closures_and_schedulers_see_one_step(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_users_hooks_see_all_members_in_every_step(tmp_path: Path) -> None:
-    model = MODELS["transformer"].build()
-    engine = shard(model, **offload(3, str(tmp_path)))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    averages: dict[tuple[int, torch.Size], Tensor] = {}
-
-    def average(*_: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                key, value = (id(p), p.shape), p.detach()
-                averages.setdefault(key, value.clone()).lerp_(value, 0.5)
-                assert optimizer.state[p]["momentum_buffer"].shape == p.shape
-
-    optimizer.register_step_post_hook(average)
-    engine.adopt(optimizer)
-    optimizer.register_step_post_hook(average)
-    for _ in range(3):
-        step(engine, optimizer)
-    assert {*averages} == {(id(p), p.shape) for p in model.parameters()}
-    engine.close()
-
-
 class Failing(Exception):
     pass
 
@@ -326,27 +299,6 @@ def test_a_file_shows_what_is_requested(
     file.read(0, memory.part(0, 4096))
     assert memory.tensor[:4096].nonzero().numel() == 10
     assert not (file.is_direct and not is_direct)
-
-
-@pytest.mark.parametrize("refused", ["flag", "request"])
-def test_requests_go_through_the_cache_where_others_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
-    read = os.preadv
-
-    def refuse(file: int, *args: Any) -> int:
-        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return read(file, *args)
-
-    if refused == "flag":
-        without_direct_requests(monkeypatch)
-    else:
-        monkeypatch.setattr(os, "preadv", refuse)
-    file, memory = StagedFile(Scratch(str(tmp_path)), 4096), StagingMemory(4096)
-    assert not file.is_direct
-    file.read(0, memory.part(0, 4096))
-    assert not file.mapped.any()
 
 
 def change(engine: Engine, optimizer: Optimizer) -> None:
@@ -459,92 +411,6 @@ def test_pieces_that_are_cut_step_as_whole_ones(
         assert all(map(torch.equal, in_files, in_memory)), cls
 
 
-def test_pages_of_masters_are_brought_in_before_their_batch_is_stepped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
-    events: list[tuple[str, int]] = []
-    read, bring = staging.Staging.fetch, staging.fault_in
-    brought = threading.Event()
-
-    def fault_in(masters: list[Tensor]) -> None:
-        bring(masters)
-        events.extend(("brought in", master.data_ptr()) for master in masters)
-        brought.set()
-
-    def fetch(staged: staging.Staging) -> None:
-        # The thread goes on by itself; here the step lets it come first.
-        number = staged._next
-        while number < len(staged._masters) and not (
-            {("brought in", master.data_ptr()) for master in staged._masters[number]} <= {*events}
-        ):
-            assert brought.wait(10)
-            brought.clear()
-        events.extend(("stepped", master.data_ptr()) for master in staged._masters[number])
-        read(staged)
-
-    monkeypatch.setattr(staging, "fault_in", fault_in)
-    monkeypatch.setattr(staging.Staging, "fetch", fetch)
-    model = wide()
-    engine = Engine(model, Settings(units=(nn.Linear,), **offload(3, str(tmp_path))))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.1)
-    engine.adopt(optimizer)
-    for _ in range(2):
-        events.clear()
-        model(torch.full((3, 200), 0.1)).pow(2).sum().backward()
-        optimizer.step()
-    stepped = [address for what, address in events if what == "stepped"]
-    assert len(stepped) > NUM_BUFFERS
-    assert sorted(stepped) == sorted(address for what, address in events if what == "brought in")
-    places = {event: place for place, event in enumerate(events)}
-    assert all(places["brought in", one] < places["stepped", one] for one in stepped)
-    engine.close()
-
-
-def stepped_with_loaded_states(
-    state: dict[str, Any], build: Callable[[Any], Optimizer], **files: Any
-) -> tuple[dict[str, Any], list[Tensor]]:
-    """A step from states that came into memory, another from such in twice as many bits."""
-    model = wide()
-    engine = Engine(model, Settings(units=(nn.Linear,), **files))
-    optimizer = build(model.parameters())
-    engine.adopt(optimizer)
-    if state:
-        optimizer.load_state_dict(copy.deepcopy(state))  # torch keeps its tensors
-    for number in range(2):
-        model(torch.full((3, 200), 0.1)).pow(2).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if state and number == 0:
-            first = optimizer.state[next(iter(engine.sharded.pieces))]
-            for key in [key for key, value in first.items() if key == "momentum_buffer"]:
-                first[key] = first[key].double()
-    found = copy.deepcopy(optimizer.state_dict())
-    engine.close()
-    return found, [p.detach() for p in model.parameters()]
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, foreach=False),
-        lambda p: torch.optim.AdamW(p, 0.1, fused=True),
-    ],
-)
-def test_states_without_a_file_are_stepped_with_pieces_that_are_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: Callable[[Any], Optimizer]
-) -> None:
-    monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
-    state, _ = stepped_with_loaded_states({}, build)
-    expected, weights = stepped_with_loaded_states(state, build)
-    found, shown = stepped_with_loaded_states(state, build, **offload(3, str(tmp_path)))
-    assert all(map(torch.equal, shown, weights))
-    of_files, of_memory = (tree_leaves(each["state"]) for each in (found, expected))
-    assert len(of_files) == len(of_memory)
-    for one, other in zip(of_files, of_memory, strict=True):
-        assert one == other if not torch.is_tensor(one) else torch.equal(one, other)
-
-
 @pytest.mark.parametrize(("method", "words"), [("preadv", "Reading"), ("pwritev", "Writing")])
 def test_a_failing_disk_is_named_and_tears_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, words: str
@@ -565,78 +431,7 @@ def test_a_failing_disk_is_named_and_tears_the_step(
     engine.close()
 
 
-def test_bytes_of_files_are_in_the_traffic_and_waits_in_a_profile(tmp_path: Path) -> None:
-    _, engine, optimizer = stepped_once(tmp_path)
-    assert engine.comm.traffic["optimizer", "read"].bytes == 0
-    with torch.profiler.profile() as profile:
-        step(engine, optimizer)
-    batches = batches_of([unit.pieces for unit in engine.sharded.units])
-    nbytes = 2 * sum(in_pages(sum(part.nbytes for part in batch)) for batch in batches)
-    for verb in ("read", "write"):
-        assert engine.comm.traffic["optimizer", verb].bytes == nbytes
-    names = Counter(event.name for event in profile.events())
-    assert names["zero.fetch AdamW"] == names["zero.flush AdamW"] == len(batches)
-    engine.close()
-
-
-def test_frozen_weights_with_states_need_no_file_each(tmp_path: Path) -> None:
-    def num_open() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(20)])
-    model.requires_grad_(False)
-    model[0].requires_grad_(True)
-    engine = shard(model, **offload(3, str(tmp_path)))
-    before = num_open()
-    optimizer = torch.optim.Adagrad(model.parameters())  # which makes states for all of them
-    engine.adopt(optimizer)
-    assert num_open() - before < 5
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    assert all(is_in_file(one, str(tmp_path)) for one in states(optimizer))
-    engine.close()
-
-
-def test_files_go_with_the_optimizer(tmp_path: Path) -> None:
-    def num_mapped() -> int:
-        return Path("/proc/self/maps").read_text().count(str(tmp_path))
-
-    model = MODELS["transformer"].build()
-    engine = shard(model, **offload(3, str(tmp_path)))
-    before = num_mapped()
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine.adopt(optimizer)
-    step(engine, optimizer)
-    assert num_mapped() > before
-    engine.close()
-    del engine, optimizer
-    gc.collect()
-    assert num_mapped() <= before
-
-
 # ---------------------------------------------------------------------------- faults and refusals
-
-
-def without_room(folder: str) -> str:
-    real = os.statvfs
-    small = SimpleNamespace(f_bavail=1, f_frsize=1000)
-    os.statvfs = lambda _: small  # type: ignore[assignment, return-value]
-    try:
-        shard(MODELS["transformer"].build(), **offload(3, folder))
-    except OSError as error:
-        return str(error)
-    finally:
-        os.statvfs = real
-    return ""
-
-
-def test_no_room_is_told_at_setup_with_numbers(ranks: Pools, tmp_path: Path) -> None:
-    first, second = ranks(2).run(without_room, str(tmp_path))
-    assert first == second
-    assert "masters and other files not yet created need" in first
-    assert "on rank 0" in first
-    assert "on rank 1" in first
-    assert "1,000 are free" in first
 
 
 def without_room_for_all(folder: str) -> list[str]:
@@ -687,51 +482,6 @@ def test_files_have_no_names_and_go_with_their_tensors(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= num_files  # garbage of others may close some
 
 
-def test_a_disk_that_fills_up_in_a_step_tears_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = MODELS["transformer"].build()
-    engine = shard(model, **offload(3, str(tmp_path)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine.adopt(optimizer)
-    reserve, calls = os.posix_fallocate, iter(range(100))
-
-    def full(*args: Any) -> None:
-        if next(calls) == 1:
-            raise OSError(28, "No space left on device")
-        reserve(*args)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match="more bytes in offload_path"):
-        step(engine, optimizer)
-    with pytest.raises(RuntimeError, match="ended half-way"):
-        optimizer.step()
-    engine.close()
-
-
-def test_states_that_came_into_memory_go_to_files_before_anything_is_stepped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, engine, optimizer = stepped_once(tmp_path)
-    for _, state in kept_states([optimizer]):
-        state["of the user"] = state["exp_avg"] * 2
-    before = [state["step"].item() for _, state in kept_states([optimizer])]
-    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(28, "No space")))
-    with pytest.raises(OSError, match="more bytes in offload_path"):
-        step(engine, optimizer)
-    monkeypatch.undo()
-    assert [state["step"].item() for _, state in kept_states([optimizer])] == before
-    optimizer.step()
-    assert all(is_in_file(one, str(tmp_path)) for one in states(optimizer))
-    engine.close()
-
-
-def test_files_in_memory_are_noticed(tmp_path: Path) -> None:
-    kinds = {Path("/dev/shm"): True, Path("/sys"): False}
-    for folder in filter(Path.is_dir, kinds):
-        assert Scratch(str(folder)).is_memory == kinds[folder]
-
-
 WIDTH, DEPTH = 3072, 4
 """Layers of 38 MB, which the allocator takes from the system and gives back one by one."""
 
@@ -772,26 +522,6 @@ def test_states_that_exceed_a_limit_of_memory_train_from_files(
     assert "memory" in ranks(1).run(limited, None)[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"offload": Offload("cpu", "nvme")}, "weights rest beside their masters"),
-        ({"offload": Offload("nvme", "nvme"), "stage": 2}, "so offload_weights has no effect"),
-        (
-            {"offload": Offload("nvme"), "device": torch.device("cuda")},
-            "Set offload_weights='nvme'",
-        ),
-        (
-            {"offload": Offload(weights="nvme"), "device": torch.device("cuda")},
-            "Set offload_optimizer='nvme'",
-        ),
-    ],
-)
-def test_what_is_not_there_is_refused_with_the_cure(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Settings(**change).on_device()
-
-
 def test_an_optimizer_that_mixes_elements_is_refused(tmp_path: Path) -> None:
     model = MODELS["transformer"].build()
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -803,32 +533,6 @@ def test_an_optimizer_that_mixes_elements_is_refused(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------- fused
-
-
-def sgd_in_half(folder: str) -> None:
-    """Steps of SGD in 16 bits, of which one parameter gets its first gradient late."""
-    for momentum in (0.0, 0.9):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)).bfloat16()
-        plain = copy.deepcopy(model)
-        engine = shard(model, recipe=RECIPES["bf16-true"], **offload(3, folder))
-        ours, theirs = (
-            torch.optim.SGD(one.parameters(), 1.0, momentum=momentum) for one in (model, plain)
-        )
-        engine.adopt(ours)
-        x = torch.ones(2, 40, dtype=torch.bfloat16)
-        for number in range(3):
-            for one, optimizer in ((model, ours), (plain, theirs)):
-                one[0].bias.requires_grad_(number > 0)
-                optimizer.zero_grad()
-                one(x).square().mean().backward()
-                optimizer.step()
-        engine.close()
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-def test_sgd_is_not_fused_without_being_told(ranks: Pools, tmp_path: Path) -> None:
-    ranks(1).run(sgd_in_half, str(tmp_path))
 
 
 def test_fused_sgd_in_16_bits_is_refused(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero import ZeROStrategy, estimate
+from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import observe
 from tests.oracle.checkpoints import told
-from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
 
 
@@ -67,11 +66,3 @@ def test_ranks_that_cannot_be_divided_are_refused(ranks: Pools, tmp_path: Path) 
     for shard in (0, True, 1.5, "host"):
         with pytest.raises(ValueError, match="Expected shard='all', 'node' or a number of ranks"):
             ZeROStrategy(shard=shard)  # type: ignore[arg-type]
-
-
-def test_a_rank_is_predicted_to_hold_its_part_of_a_copy() -> None:
-    build = MODELS["nested"].build
-    copies = estimate(build, ZeROStrategy(shard=2), world_size=8, rank=5)
-    assert copies.resting == estimate(build, world_size=2, rank=1).resting
-    with pytest.raises(ValueError, match="shard=3 makes groups of 3 ranks"):
-        estimate(build, ZeROStrategy(shard=3), world_size=8)

@@ -92,22 +92,6 @@ def test_the_monitor_finds_what_is_predicted(ranks: Pools, tmp_path: Path) -> No
     assert facts["times"]["bytes_read"] > 0
 
 
-def passes(folder: str) -> None:
-    torch.manual_seed(0)
-    module, outputs, losses = Fused(), [], []
-    for name in ("zero3", "zero3_nvme"):
-        trainer = make_trainer(world(), name, folder)
-        outputs.append(trainer.predict(module, Rows()))
-        losses.append(trainer.validate(module, Rows(), verbose=False))
-    assert len(outputs[0]) == len(Rows())
-    assert all(map(torch.equal, *outputs))
-    assert losses[0] == losses[1]
-
-
-def test_passes_without_an_optimizer(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(passes, str(tmp_path))
-
-
 class Torn(Exception):
     pass
 
@@ -147,27 +131,6 @@ def test_a_torn_step_is_neither_saved_for_its_exception_nor_made_whole(
     files = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
     assert ranks(1).run(torn, str(tmp_path), files) == [([], False)]
     assert ranks(1).run(torn, str(tmp_path), {}) == [(["on_exception.ckpt"], True)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"offload_optimizer": "disk"}, "Expected offload_optimizer='cpu', 'nvme' or None, got 'd"),
-        ({"offload_path": "/a"}, "offload_path='/a' has no effect without offload to files"),
-        (
-            {"offload_optimizer": "cpu", "offload_weights": "nvme"},
-            "does not support offload_optimizer='cpu' with offload_weights='nvme'",
-        ),
-        ({"stage": 1, "offload_weights": "nvme"}, "stage=1 keeps whole weights"),
-        (
-            {"stage": 2, "offload_optimizer": "nvme", "async_checkpoint": True},
-            "async_checkpoint=True copies",
-        ),
-    ],
-)
-def test_what_contradicts_is_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ZeROStrategy(**arguments)
 
 
 # ---------------------------------------------------------------------------- host memory
