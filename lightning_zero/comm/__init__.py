@@ -46,5 +46,13 @@ from lightning_zero.comm.tensor_parallel import (
     whole,
 )
 from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of
-from lightning_zero.comm.transport import Arrived, Extent, ReduceBuffer, Shards, Then, sum_into
+from lightning_zero.comm.transport import (
+    Arrived,
+    Extent,
+    ReduceBuffer,
+    Shards,
+    Then,
+    sum_into,
+    weights_of,
+)
 from lightning_zero.comm.watchdog import end_at_exit

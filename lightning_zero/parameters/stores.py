@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import Arrived, Cargo, Codec, Communicator, Extent, Shards
+from lightning_zero.comm import Arrived, Cargo, Codec, Communicator, Extent, Shards, weights_of
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import (
@@ -103,6 +103,9 @@ class Store:
         """Bytes of weights that rest besides their masters, cast."""
         return 0
 
+    def cast(self) -> None:
+        """Cast masters that a step has changed to the weights that rest beside them, if any do."""
+
     def _allocated(self, memory: Iterator[Shards]) -> Shards:
         """Return memory for masters that rest apart from whole weights."""
         return self._next(memory)
@@ -129,8 +132,10 @@ class Store:
     def _gather_from_files(self, out: Tensor, *, unit: str, tag: int) -> Work:
         """Start to read every rank's shard from its mapped file, in threads."""
         shards, size = self.masters.of_ranks or [self.master], self.comm.mesh.shard.size
-        sent = self.master.numel() * (size - 1)
-        self.comm.transport.ledger.note(unit, "gather", sent, out.element_size())
+        sent, transport = self.master.numel() * (size - 1), self.comm.transport
+        transport.ledger.note(unit, "gather", sent, out.element_size())
+        if size > 1:
+            transport.log.events.append(weights_of(unit))
         parts = itertools.chain.from_iterable(
             _parts(shard, part, part) for shard, part in zip(shards, out.chunk(size), strict=True)
         )
@@ -216,7 +221,8 @@ class HostStore(Store):
     Every rank copies its own shard up to its place in the whole, and the devices gather. Pinned
     memory in the dtype of the whole is sent as it is. Anything else is read, or cast, by threads
     (:class:`~lightning_zero.tensors.Uploads`). Where the plan keeps weights in pinned memory
-    besides their masters, they are cast once after each change, on the way of the next gather.
+    besides their masters, they are cast once after each change: by :meth:`cast` after a step, otherwise
+    on the way of the next gather.
     """
 
     @override
@@ -249,9 +255,7 @@ class HostStore(Store):
             return copies.up(own, master, gather)
         what, kept = _reading(unit), None
         if is_weights and self.plan.keeps_cast_weights:
-            if self._weights is None:
-                self._weights = copies.lasting_memory(own.numel(), own.dtype)
-            kept, as_of = self._weights, self.comm.num_changes
+            kept, as_of = self._kept_weights(), self.comm.num_changes
             if self._as_of == as_of:
                 return copies.up(own, kept, gather)
 
@@ -261,6 +265,19 @@ class HostStore(Store):
 
             return copies.up_in_parts(what, _parts(master, own, kept), note_and_gather)
         return copies.up_in_parts(what, _parts(master, own, None), gather)
+
+    def _kept_weights(self) -> Tensor:
+        if self._weights is None:
+            numel, dtype = self.layout.shard_numel, self.plan.weight.dtype
+            self._weights = self.comm.host_copies.lasting_memory(numel, dtype)
+        return self._weights
+
+    @override
+    def cast(self) -> None:
+        if self.plan.keeps_cast_weights:
+            # On all cores, while the device has nothing to do: the next gather only sends.
+            self._kept_weights().copy_(self.master)
+            self._as_of = self.comm.num_changes
 
     @override
     def retire(self) -> None:
