@@ -257,9 +257,10 @@ class Engine:
             self._step.close()
         units = self.sharded.units_of([piece.parameter for piece in pieces])
         of_optimizer = set(map(id, pieces))
-        for flat in (flat for unit in units for flat in unit.flat_parameters):
-            if flat.may_be_stepped:
-                flat.store.cast()
+        for unit in units:
+            for flat in unit.flat_parameters:
+                if flat.may_be_stepped:
+                    flat.store.cast(unit.label)
         for unit in units:
             if not unit.weights.gives_back:  # otherwise a later backward pass gathers anew
                 for flat in unit.flat_parameters:

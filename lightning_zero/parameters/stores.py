@@ -103,8 +103,8 @@ class Store:
         """Bytes of weights that rest besides their masters, cast."""
         return 0
 
-    def cast(self) -> None:
-        """Cast masters that a step has changed to the weights that rest beside them, if any do."""
+    def cast(self, unit: str) -> None:
+        """Bring weights that rest apart from their masters up to date with these, after a step."""
 
     def _allocated(self, memory: Iterator[Shards]) -> Shards:
         """Return memory for masters that rest apart from whole weights."""
@@ -221,8 +221,8 @@ class HostStore(Store):
     Every rank copies its own shard up to its place in the whole, and the devices gather. Pinned
     memory in the dtype of the whole is sent as it is. Anything else is read, or cast, by threads
     (:class:`~lightning_zero.tensors.Uploads`). Where the plan keeps weights in pinned memory
-    besides their masters, they are cast once after each change: by :meth:`cast` after a step, otherwise
-    on the way of the next gather.
+    besides their masters, they are cast once after each change: by :meth:`cast` after a step,
+    otherwise on the way of the next gather.
     """
 
     @override
@@ -273,7 +273,7 @@ class HostStore(Store):
         return self._weights
 
     @override
-    def cast(self) -> None:
+    def cast(self, unit: str) -> None:
         if self.plan.keeps_cast_weights:
             # On all cores, while the device has nothing to do: the next gather only sends.
             self._kept_weights().copy_(self.master)
@@ -317,6 +317,53 @@ class HostStore(Store):
         return below, self.comm.host_copies.down(below, reduced, finish, group=unit)
 
 
+class ShardsOnDevice(HostStore):
+    """A store of masters in host memory or files, whose sharded weights rest on the device.
+
+    A gather reads the device's shard. A change of the masters is brought up to it once: after an
+    optimizer step at once, otherwise before the next gather.
+    """
+
+    @override
+    def _rest(self, masters: Shards) -> None:
+        super()._rest(masters)
+        self.gather_weights = self._gather_from_device
+        # The way up of the last change, and the change; it may have been abandoned.
+        self._up: Work | None = None
+        self._up_as_of = (-1, -1)
+
+    @override
+    def cast(self, unit: str) -> None:
+        self._bring_up(unit)
+
+    def _bring_up(self, unit: str) -> None:
+        """Start to bring the masters' last change up to the device, unless that was done."""
+        copies, master, weight = self.comm.host_copies, self.master, self.plan.weight
+        as_of = self.comm.num_changes, copies.num_abandoned
+        if self._as_of == self.comm.num_changes or self._up_as_of == as_of:
+            return
+        self._up_as_of = as_of
+        if self._weights is None:
+            with lasting_tensors():
+                numel, dtype = self.layout.shard_numel, weight.dtype
+                self._weights = torch.empty(numel, dtype=dtype, device=weight.device)
+        shard = self._weights
+        self.comm.transport.ledger.note(unit, "up", shard.numel(), shard.element_size())
+        if shard.dtype is master.dtype and self.plan.master.medium is Medium.HOST:
+            self._up = copies.up(shard, master, Arrived)
+        else:
+            self._up = copies.up_in_parts(_reading(unit), _parts(master, shard, None), Arrived)
+
+    def _gather_from_device(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        self._bring_up(unit)
+        up, self._up = self._up, None
+        if up is not None:
+            up.wait()
+            self._as_of = self._up_as_of[0]
+        assert self._weights is not None
+        return self.gather(out, Shards(self._weights), unit=unit, tag=tag)
+
+
 def _reading(unit: str) -> str:
     return f"Reading the weights of {unit}"
 
@@ -348,7 +395,8 @@ def store_for(
     Without offload to a device's host, ``memory`` yields the memory for the masters next, if given.
     """
     if plan.rests_on_host:
-        return HostStore(layout, plan, comm, scratch)
+        is_on_device = plan.gives_weights_back and plan.weight.medium is Medium.DEVICE
+        return (ShardsOnDevice if is_on_device else HostStore)(layout, plan, comm, scratch)
     return Store(layout, plan, comm, scratch, memory)
 
 

@@ -260,13 +260,13 @@ class Settings:
             self._check_both(offload)
 
     def _check_both(self, offload: Offload) -> None:
-        """Raise unless weights and states go to one place, as they must with an accelerator."""
-        kinds = {"offload_optimizer": offload.optimizer, "offload_weights": offload.weights}
-        if self.stage == 3 and len(set(kinds.values())) > 1:
-            given, other = sorted(kinds, key=lambda name: kinds[name] is None)
+        """Raise unless offloaded weights go where states go, as they must with an accelerator."""
+        optimizer, weights = offload.optimizer, offload.weights
+        if self.stage == 3 and weights not in (None, optimizer):
             raise ValueError(
-                f"stage=3 does not support {given}={kinds[given]!r} with {other}={kinds[other]!r}:"
-                f" weights rest beside their masters. Set {other}={kinds[given]!r}."
+                f"stage=3 does not support offload_optimizer={optimizer!r} with"
+                f" offload_weights={weights!r}: offloaded weights rest beside their masters. Set"
+                f" offload_optimizer={weights!r}."
             )
 
     def on_device(self) -> Settings:

@@ -67,10 +67,12 @@ class HostCopies:
 
     Attributes:
         device: As given.
+        num_abandoned: How often uploads that were not sent have been dropped.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.num_abandoned = 0
         has_streams = device.type not in _WITHOUT_STREAMS
         self._down_stream = torch.Stream(device) if has_streams else None
         self._up_stream = torch.Stream(device) if has_streams else None
@@ -252,6 +254,7 @@ class HostCopies:
     def abandon(self) -> None:
         """Drop uploads that were not sent, and what copies to the host read."""
         self._uploads.abandon()
+        self.num_abandoned += 1
         self.release_sources()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ import lightning_zero
 from lightning_zero.comm import Communicator, sum_of
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import clip
-from lightning_zero.plan import Offload, Settings
+from lightning_zero.plan import RECIPES, Offload, Settings
 from lightning_zero.tensors import HostCopies
 from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
@@ -45,11 +45,62 @@ def own(model: nn.Module) -> Optimizer:
     return GroupCounting(model.parameters())
 
 
-def compare(stage: int, make: Callable[[nn.Module], Optimizer], **how: Any) -> None:
+def compare(
+    stage: int,
+    make: Callable[[nn.Module], Optimizer],
+    offload: Offload | None = None,
+    folder: str = "",
+    **how: Any,
+) -> None:
     run = partial(train, "transformer", make, stage=stage, **{"steps": 2, **how})
     expected = run()
+    offload = offload or Offload.of_stage(stage, "cpu")
     with beside_the_host():
-        assert_parity(run(offload=Offload.of_stage(stage, "cpu")), expected, ulps=0)
+        assert_parity(run(offload=offload, offload_path=folder), expected, ulps=0)
+
+
+def compare_states_alone(folder: str) -> None:
+    """At stage 3: weights stay sharded on the device."""
+    compare(3, adamw, Offload("cpu"), accumulate=2, clip_norm=0.1)
+    compare(3, adamw, Offload("cpu"), precision="bf16-mixed", clip_norm=0.1, steps=3)
+    compare(3, momentum, Offload("nvme"), folder, precision="16-mixed", steps=3)
+    if dist.get_world_size() > 1:
+        compare(3, momentum, Offload("nvme"), folder, comm=Communicator(CPU, direct=False))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_alone_give_the_bits_of_the_device(ranks: Pools, tmp_path: Any, world: int) -> None:
+    ranks(world).run(compare_states_alone, str(tmp_path))
+
+
+def states_alone_move_stepped_shards() -> None:
+    case = MODELS["transformer"]
+    with beside_the_host() as memories:
+        engine = shard(case.build(), recipe=RECIPES["bf16-mixed"], offload=Offload("cpu"))
+        optimizer = momentum(engine.module)
+        engine.adopt(optimizer)
+        for step in range(3):
+            memories.crossed.clear()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = case.loss(engine.module, case.batch(4, step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            # What a step has changed goes up once, behind it.
+            engine.comm.host_copies.wait_until_read()
+        flats = engine.sharded.flats
+        up = sum(f.layout.shard_numel * f.plan.weight.dtype.itemsize for f in flats)
+        down = sum(f.layout.shard_numel * 4 for f in flats)
+        assert memories.crossed == {"up": up, "down": down}
+        held = engine.sharded.memory()
+        assert held["weights"] == up
+        assert held["host master"] == down
+        assert held["master"] == held["states"] == held["gradients"] == held["gathered"] == 0
+        engine.close()
+
+
+def test_states_alone_move_what_a_step_has_changed(ranks: Pools) -> None:
+    ranks(2).run(states_alone_move_stepped_shards)
 
 
 def compare_all() -> None:
@@ -218,8 +269,9 @@ def compare_edited() -> None:
 
     # Nothing is followed: on a CPU an edit's copy to the host is none.
     with beside_the_host(followed=False), mock.patch.object(HostCopies, "down", slow):
-        actual = trained(offload=Offload("cpu", "cpu"))
-    assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+        for offload in (Offload("cpu", "cpu"), Offload("cpu")):
+            actual = trained(offload=offload)
+            assert all(torch.equal(value, expected[name]) for name, value in actual.items())
 
 
 @pytest.mark.parametrize("world", [1, 2])
