@@ -86,8 +86,8 @@ class ZeROStrategy(SavingStrategy):
             a time, and round the results stochastically, so that small updates are not lost.
         offload_optimizer: Keep masters and optimizer states in the memory of the accelerator's host
             (``"cpu"``) or in files (``"nvme"``, also without an accelerator), and step them on the
-            host. With an accelerator, stage 3 needs the same ``offload_weights``; on CPUs either
-            may be given alone, and masters rest with the weights.
+            host. Alone at stage 3, weights stay sharded on the accelerators; on CPUs masters then
+            rest with the weights.
         offload_weights: The same for sharded weights. Stage 3 only.
         offload_path: Folder for the files, which have no names and vanish with the process; by
             default the Trainer's ``default_root_dir``.
