@@ -16,7 +16,6 @@ staging     buffers through which threads move chunks between device, host and f
 uploads     copies to a device of what threads bring to pinned memory first
 host_copies copies between a device and its host, for offload
 scratch     unnamed files, in which tensors rest
-staged_file an unnamed file read and written in large requests
 profiling   the package's verbs as named ranges in a profile
 internals   every private name of torch in use, with the reason
 =========== ====================================================================================
@@ -36,8 +35,7 @@ from lightning_zero.tensors.outside import copied_if_wrapped, outside, runs_outs
 from lightning_zero.tensors.pages import LARGE_BYTES, ask_for_large_pages, fault_in
 from lightning_zero.tensors.partly_read import SECTOR, PartlyRead
 from lightning_zero.tensors.profiling import span, unseen
-from lightning_zero.tensors.scratch import Scratch
-from lightning_zero.tensors.staged_file import StagedFile
+from lightning_zero.tensors.scratch import Scratch, StagedFile
 from lightning_zero.tensors.staging import (
     CHUNK_BYTES,
     NUM_BUFFERS,
