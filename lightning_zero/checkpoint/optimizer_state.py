@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.descriptions import Descriptions, entry
-from lightning_zero.engine import Description, Engine, differences, optimizer_description
+from lightning_zero.engine import Engine, differences, group_lines
 from lightning_zero.optimizer import (
     Way,
     is_like,
@@ -67,8 +67,10 @@ def _whole_states(
         for index, piece in enumerate(pieces)
         if (own[index] is not None if is_whole else _has_part(piece))
     }
-    gathered = engine.comm.control.gather_objects((optimizer_description(optimizer, label), mine))
-    _check_optimizers([description for description, _ in gathered], label)
+    gathered = engine.comm.control.gather_objects(
+        (group_lines(optimizer, label, with_sizes=True), mine)
+    )
+    _check_optimizers([lines for lines, _ in gathered], label)
     described = [states for _, states in gathered]
     whole: dict[int, dict[str, Any]] = {}
     with lasting_tensors():
@@ -95,9 +97,9 @@ def _has_part(member: Any) -> bool:
     return not isinstance(member, Piece) or member.numel() > 0 or not member.range.slot.numel
 
 
-def _check_optimizers(descriptions: Sequence[Description], label: str) -> None:
+def _check_optimizers(of_ranks: Sequence[Sequence[str]], label: str) -> None:
     """Raise a ``ValueError`` unless all ranks have the same optimizer."""
-    if found := differences(descriptions):
+    if found := differences(of_ranks):
         raise ValueError(
             f"The ranks do not agree on {label}. {'; '.join(found)}. configure_optimizers must"
             " return the same optimizers on every rank, and schedulers must update them alike."

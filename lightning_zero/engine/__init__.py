@@ -14,7 +14,6 @@ schedule                  the order in which units are needed, and prefetching
 reduction_order           one order of reductions on all ranks
 rank_check                models, settings and optimizers that must be equal on all ranks
 repeated_uses             weights in half precision that a step uses several times
-flag_checks               what a single rank may change later, and ranks that run different units
 join_context              forwards in which ranks may run different units
 buffers                   broadcasts of the module's buffers from rank 0
 materialize               models built on the meta device
@@ -30,5 +29,5 @@ from lightning_zero.engine.activation_offload import ActivationOffload
 from lightning_zero.engine.buffers import broadcast_buffers
 from lightning_zero.engine.engine import Engine, engine_of, piece_among
 from lightning_zero.engine.materialize import forget_values
-from lightning_zero.engine.rank_check import Description, differences, optimizer_description
+from lightning_zero.engine.rank_check import differences, group_lines
 from lightning_zero.engine.replacements import Replacements

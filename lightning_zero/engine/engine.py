@@ -89,7 +89,7 @@ class Engine:
             settings.device, **settings.division(default_world_size())
         )
         rank_check.require_equal(
-            comm.control, lambda: rank_check.model_facts(module, settings, facts)
+            comm.control, lambda: rank_check.model_lines(module, settings, facts)
         )
         if settings.activation_offload:
             ActivationOffload.require(comm.device)
@@ -239,7 +239,7 @@ class Engine:
         """Raise on all ranks if the optimizers differ; all call it when groups have changed."""
         optimizers = [*self.sharded.optimizers, *new]
         rank_check.require_equal(
-            self.comm.control, lambda: rank_check.optimizer_facts(optimizers, self.module)
+            self.comm.control, lambda: rank_check.optimizer_lines(optimizers, self.module)
         )
 
     def _before_step(self) -> None:

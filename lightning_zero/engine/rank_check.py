@@ -1,63 +1,65 @@
-"""The comparison of what must be equal on all ranks, before anything relies on it.
+"""The comparison of what must be equal on all ranks.
 
-Each rank describes its model, settings and optimizers as named things with attributes. One sync
-point compares digests of the descriptions. Only if these differ do the ranks exchange the
-descriptions, and all raise the same error, which says what differs on which ranks.
+Each rank describes its model, settings and optimizers by lines of text. One sync point compares
+digests of the lines. Only if these differ do the ranks exchange the lines, and all raise the same
+error, which shows the lines that not all ranks have.
+
+What may change on one rank only, such as which parameters are trained (a callback may freeze
+layers) and hyperparameters (a scheduler may follow a metric that is not synced), is compared again
+by a few flags that ranks exchange when a backward pass begins.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from itertools import chain, zip_longest
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Control, SyncPoint
+from lightning_zero.comm import Control, SyncPoint, with_complements
+from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.optimizer import bare, parameter_of
 from lightning_zero.plan import Settings, find_units
 
 Facts = Mapping[str, Mapping[str, Any]]
-"""Named things with their attributes; the order counts: ``{"Parameter 'a'": {"shape": (3, 4)}}``.
-"""
+"""Named things with their attributes: ``{"The strategy": {"stage": 3}}``."""
 
-Description = dict[str, dict[str, str]]
-"""Facts whose values are text, equal on two ranks if and only if the values agree."""
-
-_MOST_SHOWN = 8
+_MOST_SHOWN = 16
 _DIGEST_BYTES = 16
 _CHOICES_OF_ONE_RANK = ("params", "foreach", "fused")
 """Entries of a param group that may differ: its members, and choices among equal kernels."""
 
 
-def require_equal(control: Control, make_facts: Callable[[], Facts]) -> None:
-    """Compare facts of all ranks; a collective, with one small message if they agree.
+def require_equal(control: Control, make_lines: Callable[[], list[str]]) -> None:
+    """Compare lines of all ranks, in order; a collective, with one small message if they agree.
 
     Raises:
-        RuntimeError: The facts differ. All ranks raise the same text.
+        RuntimeError: The lines differ. All ranks raise the same text.
     """
-    if control.world_size == 1:
-        return
-    description = describe(make_facts())
-    if control.all_equal(SyncPoint.COMPARE, digest(description)):
-        return
-    refuse(control.gather_objects(description))
+    if control.world_size > 1:
+        lines = make_lines()
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=_DIGEST_BYTES).digest()
+        if not control.all_equal(SyncPoint.COMPARE, digest):
+            refuse(control.gather_objects(lines))
 
 
-def refuse(descriptions: Sequence[Description]) -> None:
-    """Raise a ``RuntimeError`` that says how the ranks' descriptions differ, if they do."""
-    found = differences(descriptions)
+def refuse(of_ranks: Sequence[Sequence[str]]) -> None:
+    """Raise a ``RuntimeError`` that says how the ranks' lines differ, if they do."""
+    found = differences(of_ranks)
     if not found:
         return
-    shown = [f"\n- {difference}." for difference in found[:_MOST_SHOWN]]
+    shown = [f"\n- {difference}" for difference in found[:_MOST_SHOWN]]
     if len(found) > _MOST_SHOWN:
-        shown.append(f"\n- {len(found) - _MOST_SHOWN} more differences.")
+        shown.append(f"\n- {len(found) - _MOST_SHOWN} more differences")
     raise RuntimeError(
         "The ranks differ, so they cannot train one model together:"
         + "".join(shown)
@@ -67,69 +69,92 @@ def refuse(descriptions: Sequence[Description]) -> None:
     )
 
 
-# -- descriptions ----------------------------------------------------------------------------------
-
-
-def describe(facts: Facts) -> Description:
-    """Return facts as text, without the values that cannot be compared."""
-    # Of very many things, most have the attributes of others.
-    different = {id(attributes): attributes for attributes in facts.values()}
-    texts = {
-        key: {n: text for n, value in attributes.items() if (text := _text(value)) is not None}
-        for key, attributes in different.items()
-    }
-    return {thing: texts[id(attributes)] for thing, attributes in facts.items()}
-
-
-def digest(description: Description) -> bytes:
-    """Return a few bytes that are equal for equal descriptions, in any process."""
-    different = {id(attributes): attributes for attributes in description.values()}
-    texts = {key: repr(sorted(attributes.items())) for key, attributes in different.items()}
-    items = [(thing, texts[id(attributes)]) for thing, attributes in description.items()]
-    return hashlib.blake2b(repr(items).encode(), digest_size=_DIGEST_BYTES).digest()
-
-
-def differences(descriptions: Sequence[Description]) -> list[str]:
-    """Return each difference of the ranks' descriptions as a sentence, with names and ranks."""
-    things = dict.fromkeys(thing for one in descriptions for thing in one)
-    return [
-        *_other_order(descriptions),
-        *(text for thing in things for text in _differences_of(thing, descriptions)),
-    ]
-
-
-def _other_order(descriptions: Sequence[Description]) -> Iterator[str]:
-    """Yield the first place where the things that all ranks have come in different orders."""
-    common = set.intersection(*(set(one) for one in descriptions))
-    orders = [[thing for thing in one if thing in common] for one in descriptions]
-    for places in zip(*orders, strict=True):
-        if len(set(places)) > 1:
-            yield f"The order differs: next comes {_by_rank(places)}"
-            return
-
-
-def _differences_of(thing: str, descriptions: Sequence[Description]) -> Iterator[str]:
-    has_thing = [thing in one for one in descriptions]
-    if not all(has_thing):
-        there = _ranks([rank for rank, has in enumerate(has_thing) if has])
-        missing = _ranks([rank for rank, has in enumerate(has_thing) if not has])
-        yield f"{thing} exists on {there} and not on {missing}"
-        return
-    for name in dict.fromkeys(name for one in descriptions for name in one[thing]):
-        values = [one[thing].get(name, "missing") for one in descriptions]
-        if len(set(values)) > 1:
-            yield f"{thing} has {name} {_by_rank(values)}"
-
-
-def _by_rank(values: Sequence[Hashable]) -> str:
-    ranks: dict[Hashable, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on {_ranks(those)}" for value, those in ranks.items())
+def differences(of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines that not all ranks have, or the first in another order, with their ranks."""
+    sets = [set(lines) for lines in of_ranks]
+    found = []
+    for line in dict.fromkeys(chain.from_iterable(zip_longest(*of_ranks))):
+        ranks = [rank for rank, lines in enumerate(sets) if line in lines]
+        if line is not None and len(ranks) < len(sets):
+            found.append(f"{_ranks(ranks)}: {line}")
+    if not found:
+        first = next((row for row in zip_longest(*of_ranks) if len(set(row)) > 1), ())
+        found = [f"{_ranks([rank])}, in another order: {line}" for rank, line in enumerate(first)]
+    return found
 
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+# -- lines -----------------------------------------------------------------------------------------
+
+
+def lines_of(facts: Facts) -> Iterator[str]:
+    """Yield a line for each attribute that can be compared."""
+    for thing, attributes in facts.items():
+        for name, value in attributes.items():
+            if (text := _text(value)) is not None:
+                yield f"{thing}: {name} {text}"
+
+
+def model_lines(module: nn.Module, settings: Settings, facts: Facts) -> list[str]:
+    """Return the lines of a model that is not sharded yet, of its settings, and of other facts."""
+    own = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    lines = list(lines_of({**facts, "The strategy": {**facts.get("The strategy", {}), **own}}))
+    first_names: dict[int, str] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        tied_to = first_names.setdefault(id(p), name)
+        tie = "" if tied_to == name else f", tied to {tied_to!r}"
+        kind = "trained" if p.requires_grad else "frozen"
+        lines.append(f"Parameter {name!r}: {_form(p)}, {kind}{tie}")
+    buffers = module.named_buffers(remove_duplicate=False)
+    lines += [f"Buffer {name!r}: {_form(buffer)}" for name, buffer in buffers]
+    return lines + [f"Unit {name!r}" for name in _unit_names(module, settings)]
+
+
+def optimizer_lines(optimizers: Sequence[Optimizer], module: nn.Module) -> list[str]:
+    """Return the lines of optimizers, including the members of groups."""
+    names = {id(p): f"Parameter {name!r}" for name, p in module.named_parameters()}
+    lines = []
+    for number, optimizer in enumerate(optimizers):
+        lines += group_lines(optimizer, label := f"optimizer {number}")
+        for index, group in enumerate(optimizer.param_groups):
+            for place, p in enumerate(map(parameter_of, group["params"])):
+                other = f"Parameter {place} (shape {tuple(p.shape)}, not in the model)"
+                kind = "trained" if p.requires_grad else "frozen"
+                lines.append(f"{names.get(id(p), other)} of {label}: in group {index}, {kind}")
+    return lines
+
+
+def group_lines(optimizer: Optimizer, label: str, *, with_sizes: bool = False) -> list[str]:
+    """Return the lines of an optimizer's class and groups, without their members."""
+    facts: dict[str, dict[str, Any]] = {label.capitalize(): {"class": type(bare(optimizer))}}
+    for index, group in enumerate(optimizer.param_groups):
+        facts[f"Group {index} of {label}"] = _hyperparameters(group)
+        if with_sizes:
+            facts[f"Group {index} of {label}"]["parameters"] = len(group["params"])
+    return list(lines_of(facts))
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _CHOICES_OF_ONE_RANK}
+
+
+def _form(tensor: Tensor) -> str:
+    shape = "unknown" if is_lazy(tensor) else tuple(tensor.shape)
+    values = ", without values (meta device)" if tensor.is_meta else ""
+    return f"shape {shape}, {_text(tensor.dtype)}{values}"
+
+
+def _unit_names(module: nn.Module, settings: Settings) -> list[str]:
+    """Return the names of the units, or the reason why there are none."""
+    if not callable(settings.units) and not isinstance(settings.units, Collection):
+        return []  # an iterator, which can be read only once
+    try:
+        return list(find_units(module, settings.units, settings.min_num_params))
+    except (TypeError, ValueError) as error:
+        return [str(error)]
 
 
 def _text(value: Any) -> str | None:
@@ -148,116 +173,85 @@ def _text(value: Any) -> str | None:
     if isinstance(value, Tensor):
         return repr(value.item()) if not value.dim() and value.device.type == "cpu" else None
     if isinstance(value, Mapping):
-        return _text_of_all([f"{_text(key)}: {_text(item)}" for key, item in value.items()], "{}")
+        return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return _text_of_all([_text(item) for item in value], "()")
+        return f"({', '.join(str(_text(item)) for item in value)})"
     if isinstance(value, set | frozenset):
-        return _text_of_all(sorted(str(_text(item)) for item in value), "{}")
+        return f"{{{', '.join(sorted(str(_text(item)) for item in value))}}}"
     if is_dataclass(value) and not isinstance(value, type):
         return _text({field.name: getattr(value, field.name) for field in fields(value)})
-    return _qualified_name(value) if callable(value) else None
-
-
-def _text_of_all(texts: Sequence[str | None], brackets: str) -> str:
-    end = "," if brackets == "()" and len(texts) == 1 else ""
-    return f"{brackets[0]}{', '.join(map(str, texts))}{end}{brackets[1]}"
-
-
-def _qualified_name(value: Any) -> str:
+    if not callable(value):
+        return None
     named = value if hasattr(value, "__qualname__") else type(value)
     # A launcher may import the main module of some ranks under another name.
     is_main = named.__module__ in ("__main__", "__mp_main__")
     return str(named.__qualname__ if is_main else f"{named.__module__}.{named.__qualname__}")
 
 
-# -- facts -----------------------------------------------------------------------------------------
+# -- what changes ----------------------------------------------------------------------------------
 
 
-def model_facts(module: nn.Module, settings: Settings, more: Facts) -> dict[str, dict[str, Any]]:
-    """Return the facts of a model, not sharded yet, and its settings that must be equal.
+class ChangeCheck:
+    """A comparison of the ranks by a few extra flags at a sync point.
 
-    Args:
-        module: The model.
-        settings: The engine's settings.
-        more: Other facts, which come first.
+    Attributes:
+        has_frozen: Whether this rank trains other parameters than in its previous pass.
     """
-    facts = {thing: dict(attributes) for thing, attributes in more.items()}
-    own = {field.name: getattr(settings, field.name) for field in fields(settings)}
-    facts.setdefault("The strategy", {}).update(own)
-    first_names: dict[int, str] = {}
-    known: dict[Any, dict[str, Any]] = {}  # of very many parameters, there are few kinds
-    for name, p in module.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(p), name)
-        tie = None if first == name else first
-        shape = None if is_lazy(p) else p.shape
-        kind = shape, p.dtype, p.is_meta, p.requires_grad, tie
-        if kind not in known:
-            known[kind] = {**_facts_of(p), "requires_grad": p.requires_grad, "tie": tie}
-        facts[f"Parameter {name!r}"] = known[kind]
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        facts[f"Buffer {name!r}"] = _facts_of(buffer)
-    facts.update((f"Unit {name!r}", {}) for name in _unit_names(module, settings))
-    return facts
+
+    NUM_FLAGS = 8
+
+    def __init__(self, sharded: ShardedModel) -> None:
+        self._sharded = sharded
+        self._groups: dict[int, tuple[list[Any], bytes]] = {}
+        gradients = [unit.gradients for unit in sharded.units]
+        self._trained = _checksum([p.requires_grad for g in gradients for p in g.parameters])
+        self.has_frozen = False
+
+    def flags(self) -> bytes:
+        """Return this rank's flags, to be reduced to their maxima over the ranks.
+
+        All units must expect their gradients by now.
+        """
+        checksum = _checksum(
+            [wants for unit in self._sharded.units for wants in unit.gradients.wants]
+        )
+        self.has_frozen, self._trained = checksum != self._trained, checksum
+        for optimizer in self._sharded.optimizers:
+            for group in optimizer.param_groups:
+                checksum = zlib.crc32(self._encoded(group), checksum)
+        return with_complements(checksum.to_bytes(self.NUM_FLAGS // 2, "big"))
+
+    def _encoded(self, group: Mapping[str, Any]) -> bytes:
+        """Return a group's hyperparameters as bytes, from a cache while they stay the same."""
+        values = list(group.values())
+        before, encoded = self._groups.get(id(group), ([], b""))
+        if len(before) != len(values) or not all(map(is_, values, before)):
+            own = _hyperparameters(group)
+            encoded = "\n".join(sorted(lines_of({"": own}))).encode()
+            # Groups with values that can be changed in place are described each time.
+            is_lasting = not any(isinstance(one, Tensor | list | dict) for one in own.values())
+            self._groups[id(group)] = (values if is_lasting else [], encoded)
+        return encoded
+
+    def compare(self, flags: bytes, exchange: Callable[[Any], list[Any]]) -> None:
+        """Raise on all ranks if the maxima show that they differ.
+
+        Args:
+            flags: The maxima.
+            exchange: Exchanges a value between all ranks, which are at the sync point; returns all.
+
+        Raises:
+            RuntimeError: The ranks differ. All raise the same text.
+        """
+        if flags != with_complements(flags[: len(flags) // 2]):
+            lines = [
+                f"Parameter {name!r}: {'trained' if p.requires_grad else 'frozen'}"
+                for name, p in self._sharded.module.named_parameters()
+            ]
+            for number, optimizer in enumerate(self._sharded.optimizers):
+                lines += group_lines(optimizer, f"optimizer {number}")
+            refuse(exchange(lines))
 
 
-def _facts_of(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "shape": "unknown" if is_lazy(tensor) else tuple(tensor.shape),
-        "dtype": tensor.dtype,
-        "values": "none (meta device)" if tensor.is_meta else "in memory",
-    }
-
-
-def _unit_names(module: nn.Module, settings: Settings) -> list[str]:
-    """Return the names of the units, or the reason why there are none."""
-    if not callable(settings.units) and not isinstance(settings.units, Collection):
-        return []  # an iterator, which can be read only once
-    try:
-        return list(find_units(module, settings.units, settings.min_num_params))
-    except (TypeError, ValueError) as error:
-        return [str(error)]
-
-
-def optimizer_facts(
-    optimizers: Sequence[Optimizer], module: nn.Module
-) -> dict[str, dict[str, Any]]:
-    """Return the facts of optimizers that must be equal, including the members of groups."""
-    names = {id(p): name for name, p in module.named_parameters()}
-    facts: dict[str, dict[str, Any]] = {}
-    for number, optimizer in enumerate(optimizers):
-        facts.update(group_facts(optimizer, f"optimizer {number}"))
-        for index, group in enumerate(optimizer.param_groups):
-            frozen, trained = ({"group": index, "requires_grad": is_it} for is_it in (False, True))
-            for place, parameter in enumerate(map(parameter_of, group["params"])):
-                name = _member_name(parameter, names, f"{place} of group {index}")
-                own = trained if parameter.requires_grad else frozen
-                facts[f"{name} of optimizer {number}"] = own
-    return facts
-
-
-def group_facts(optimizer: Optimizer, label: str) -> dict[str, dict[str, Any]]:
-    """Return the facts of an optimizer that must be equal, without the members of its groups."""
-    facts: dict[str, dict[str, Any]] = {label.capitalize(): {"class": type(bare(optimizer))}}
-    for index, group in enumerate(optimizer.param_groups):
-        facts[f"Group {index} of {label}"] = hyperparameters(group)
-    return facts
-
-
-def optimizer_description(optimizer: Optimizer, label: str) -> Description:
-    """Return an optimizer's facts as text, with the number of parameters in each group."""
-    facts = group_facts(optimizer, label)
-    for index, group in enumerate(optimizer.param_groups):
-        facts[f"Group {index} of {label}"]["parameters"] = len(group["params"])
-    return describe(facts)
-
-
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a param group that must be equal on all ranks."""
-    return {key: value for key, value in group.items() if key not in _CHOICES_OF_ONE_RANK}
-
-
-def _member_name(parameter: Parameter, names: Mapping[int, str], place: str) -> str:
-    name = names.get(id(parameter))
-    if name is not None:
-        return f"Parameter {name!r}"
-    return f"Parameter {place} (shape {tuple(parameter.shape)}, not in the model)"
+def _checksum(flags: list[bool]) -> int:
+    return zlib.crc32(bytes(flags))

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lightning_zero.comm import PendingSync, SyncPoint
-from lightning_zero.engine.flag_checks import ChangeCheck
+from lightning_zero.engine.rank_check import ChangeCheck
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 
