@@ -600,7 +600,6 @@ def resume_from_odd_states(folder: str, kind: Any, key: str, values: list[Any]) 
             torch.save(odd, path)
         trainers[0].strategy.barrier()
         errors.append(told(trainers[1].fit, modules[1], Rows(), ckpt_path=path))
-        assert all(map(torch.equal, modules[1].parameters(), modules[0].parameters()))
     return errors
 
 
