@@ -47,11 +47,10 @@ from lightning_zero.comm.tensor_parallel import (
 )
 from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import (
-    Arrived,
     Extent,
+    Pending,
     ReduceBuffer,
     Shards,
-    Then,
     sum_into,
     weights_of,
 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.codec import Codec
-from lightning_zero.comm.transport import ReduceBuffer, Shards, Then, Transport, reduce_and_gather
+from lightning_zero.comm.transport import Pending, ReduceBuffer, Shards, Transport, Verbs
 from lightning_zero.plan import ALIGNMENT
 from lightning_zero.tensors import Work
 
@@ -29,7 +29,7 @@ class Cargo(Enum):
     """Rounded stochastically, so that errors have no direction in which they add up."""
 
 
-class Coded:
+class Coded(Verbs):
     """Quantized gathers and reductions of one store along one axis.
 
     Args:
@@ -56,7 +56,7 @@ class Coded:
         with self._transport.coding():
             codec.encode(source.own, own, self._noise(unit, tag, codes.device))
         work = self._transport.gather_codes(codes, own, out, unit=unit, tag=tag)
-        return Then(work, lambda: self._decode(codec.decode, codes, out))
+        return Pending(work, then=lambda: self._decode(codec.decode, codes, out))
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         """Return memory for the source of :meth:`reduce`."""
@@ -69,8 +69,8 @@ class Coded:
         with self._transport.coding(out):
             codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
         received = self._buffer(sent.numel())
-        work = self._transport.trade(received, sent, out, unit=unit, tag=tag)
-        return Then(work, lambda: self._decode(codec.add_up, received, out), sent)
+        work = self._transport.all_to_all(received, sent, out, unit=unit, tag=tag)
+        return Pending(work, then=lambda: self._decode(codec.add_up, received, out), kept=[sent])
 
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
         """Add up like :meth:`Transport.all_reduce`, in code both ways.
@@ -80,12 +80,12 @@ class Coded:
         numel, multiple = tensor.numel(), self.size * ALIGNMENT
         padded = -(-numel // multiple) * multiple
         if padded == numel:
-            return reduce_and_gather(self, tensor, unit=unit, tag=tag)
+            return super().all_reduce(tensor, unit=unit, tag=tag)
         whole = self._transport.passing_buffer(padded, tensor.dtype, self._cargo.value)
         whole[:numel].copy_(tensor)
         whole[numel:].zero_()
-        work = reduce_and_gather(self, whole, unit=unit, tag=tag)
-        return Then(work, lambda: tensor.copy_(whole[:numel]))
+        work = super().all_reduce(whole, unit=unit, tag=tag)
+        return Pending(work, then=lambda: tensor.copy_(whole[:numel]))
 
     def _decode(self, decode: Callable[..., None], codes: Tensor, out: Tensor) -> None:
         with self._transport.coding():

@@ -71,7 +71,7 @@ class Collectives(Transport):
         copy(own, shard.own)
         collective = self.log.begin_untagged(weights_of(unit), "gather")
         work = _all_gather(whole, own, group=self._gather_group, async_op=True)
-        return Pending(self.log, collective, [work])
+        return Pending(work, begun=(self.log, collective))
 
     @override
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
@@ -83,7 +83,11 @@ class Collectives(Transport):
         work = _reduce_scatter(
             landing.view(real), buffer.view(real), group=self._reduce_group, async_op=True
         )
-        return Pending(self.log, collective, [work], None if lands else lambda: copy(out, landing))
+        return Pending(
+            work,
+            then=None if lands else lambda: copy(out, landing),
+            begun=(self.log, collective),
+        )
 
     @override
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
@@ -93,10 +97,10 @@ class Collectives(Transport):
         collective = self.log.begin(gradients_of(unit), "reduce")
         real = tensor.view(tensor.dtype.to_real())
         work = dist.all_reduce(real, group=self._reduce_group, async_op=True)
-        return Pending(self.log, collective, [] if work is None else [work])
+        return Pending(*([] if work is None else [work]), begun=(self.log, collective))
 
     @override
-    def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
+    def _all_to_all(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         collective = self.log.begin(gradients_of(unit), "reduce")
         work = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)
-        return Pending(self.log, collective, [] if work is None else [work])
+        return Pending(*([] if work is None else [work]), begun=(self.log, collective))

@@ -14,7 +14,7 @@ from typing_extensions import Self, override
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.traffic import Ledger
-from lightning_zero.comm.transport import Arrived, ReduceBuffer, Shards, Then, Transport
+from lightning_zero.comm.transport import Pending, ReduceBuffer, Shards, Transport
 from lightning_zero.tensors import Storages, Work, tensors_in
 
 _META = torch.device("meta")
@@ -74,7 +74,7 @@ class DryTransport(Transport):
     def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
         self._wholes.add(whole)
         self.on_change()
-        return Then(Arrived(), self._sent())
+        return Pending(then=self._sent())
 
     def _sent(self) -> Callable[[], None]:
         """Report the message that begins, the latest in the ledger, to :attr:`on_message`."""
@@ -86,8 +86,8 @@ class DryTransport(Transport):
         for verb in ("reduce", "gather"):
             sent = tensor.numel() // self.size * (self.size - 1)
             self.ledger.note(unit, verb, sent, tensor.element_size())
-            works.append(Then(Arrived(), self._sent()))
-        return Then(works[0], works[1].wait)
+            works.append(Pending(then=self._sent()))
+        return Pending(*works)
 
     @override
     def coding(self, *held: Tensor) -> Temporaries:
@@ -107,11 +107,11 @@ class DryTransport(Transport):
         return buffer
 
     @override
-    def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
+    def _all_to_all(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         self._begin(out)
         _, nbytes = self.ledger.latest
-        message = Then(Arrived(), self.on_message("trade", nbytes))
-        return Then(message, lambda: self._end(out))
+        message = Pending(then=self.on_message("trade", nbytes))
+        return Pending(message, then=lambda: self._end(out))
 
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
@@ -127,8 +127,8 @@ class DryTransport(Transport):
             landing = [partial.tensor.new_empty(out.shape)]
             self._partials.add(*landing)
         self._begin(out)
-        message = Then(Arrived(), self._sent())
-        return Then(message, lambda: self._finish(partial, out, unit), *landing)
+        message = Pending(then=self._sent())
+        return Pending(message, then=lambda: self._finish(partial, out, unit), kept=landing)
 
     def _begin(self, out: Tensor) -> None:
         self._partials.remove(out)  # one rank's gradients are their own sum

@@ -20,7 +20,6 @@ from typing_extensions import override
 from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.transport import (
-    Arrived,
     Pending,
     ReduceBuffer,
     Shards,
@@ -80,10 +79,10 @@ class PointToPoint(Transport):
         copy(own, shard.own)
         collective = self.log.begin(weights_of(unit))
         if not whole.numel():
-            return Arrived()
+            return Pending()
         receives = {peer: parts[peer] for peer in self.sources}
         works = self.start(receives, dict.fromkeys(self.targets, own), 4 * tag)
-        return Pending(self.log, collective, works)
+        return Pending(*works, begun=(self.log, collective))
 
     @override
     def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
@@ -92,7 +91,7 @@ class PointToPoint(Transport):
         inbox = {peer: self._inboxes.borrow(own) for peer in self.sources}
         collective = self.log.begin(gradients_of(unit))
         if not own.numel():
-            return Arrived()
+            return Pending()
         works = self.start(inbox, {peer: parts[peer] for peer in self.targets}, 4 * tag + 1)
 
         def add_up() -> None:
@@ -101,18 +100,18 @@ class PointToPoint(Transport):
             for box in inbox.values():
                 self._inboxes.give_back(box)
 
-        return Pending(self.log, collective, works, add_up)
+        return Pending(*works, then=add_up, begun=(self.log, collective))
 
     @override
-    def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
+    def _all_to_all(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
         theirs, ours = received.chunk(self.size), sent.chunk(self.size)
         copy(theirs[self.rank], ours[self.rank])
         collective = self.log.begin(gradients_of(unit))
         if not sent.numel():
-            return Arrived()
+            return Pending()
         receives = {peer: theirs[peer] for peer in self.sources}
         works = self.start(receives, {peer: ours[peer] for peer in self.targets}, 4 * tag + 3)
-        return Pending(self.log, collective, works)
+        return Pending(*works, begun=(self.log, collective))
 
     def start(
         self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], tag: int

@@ -6,7 +6,8 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NamedTuple, Protocol
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,48 +29,36 @@ from lightning_zero.tensors import (
 )
 
 
-class Arrived:
-    """A completed transfer."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class Then:
-    """Work, and a function to call once it is over; ``kept`` lives until then."""
-
-    def __init__(self, work: Work, finish: Callable[[], object], *kept: Tensor) -> None:
-        self._left: tuple[Work, Callable[[], object], tuple[Tensor, ...]] | None
-        self._left = work, finish, kept
-
-    def wait(self) -> None:
-        """Wait until both are done; drop what they needed."""
-        left, self._left = self._left, None
-        if left is not None:
-            left[0].wait()
-            left[1]()
-
-
 class Pending:
-    """The transfers of one collective, and a function to call when they have arrived."""
+    """Transfers in flight, and a function to call when they have arrived.
+
+    Args:
+        *works: The transfers; none if they have arrived.
+        then: The function.
+        kept: Tensors that live until then.
+        begun: The log and its entry, if the transfers are a collective of this package.
+    """
 
     def __init__(
         self,
-        log: CollectiveLog,
-        collective: CollectiveId,
-        works: Sequence[Work],
-        finish: Callable[[], None] | None = None,
+        *works: Work,
+        then: Callable[[], object] | None = None,
+        kept: Sequence[Tensor] = (),
+        begun: tuple[CollectiveLog, CollectiveId] | None = None,
     ) -> None:
-        self._log = log
-        self._collective = collective
-        self._works = works
-        self._finish = finish
+        self._works, self._then, self._kept, self._begun = works, then, kept, begun
 
     def wait(self) -> None:
-        """Wait until all have arrived, then call the function."""
-        self._log.wait(self._collective, self._works)
-        if self._finish is not None:
-            self._finish()
+        """Wait until all have arrived, then call the function; do nothing the second time."""
+        works, self._works = self._works, ()
+        if self._begun is not None:
+            self._begun[0].wait(self._begun[1], works)
+        else:
+            for work in works:
+                work.wait()
+        then, self._then, self._kept = self._then, None, ()
+        if then is not None:
+            then()
 
 
 class Shards(NamedTuple):
@@ -109,15 +98,45 @@ class ReduceBuffer:
         return [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in slots], False
 
 
-class Transport(ABC):
+class Verbs(ABC):
+    """The verbs that plain and quantized transports share."""
+
+    size: int
+
+    @abstractmethod
+    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
+        """Start to fill ``out`` (``[size * n]``) from every rank's shard (``[n]``)."""
+
+    @abstractmethod
+    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
+        """Return memory for a unit's gradients before their reduction; its content is undefined."""
+
+    @abstractmethod
+    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
+        """Start to write this rank's shard of the sum over all ranks to ``out`` (``[n]``)."""
+
+    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to replace ``tensor`` (``[size * n]``) by its sum over all ranks.
+
+        The second of its two steps begins when the first one has been waited for.
+        """
+        source = self.reduce_buffer(tensor.numel(), tensor.dtype)
+        source.tensor.copy_(tensor)
+        part = tensor.new_empty(tensor.numel() // self.size)
+        reduced = self.reduce(part, source, unit=unit, tag=tag)
+        gather = partial(self.gather, tensor, Shards(part), unit=unit, tag=tag)
+        return Pending(reduced, then=lambda: gather().wait())
+
+
+class Transport(Verbs):
     """One way to gather weights and to reduce gradients.
 
     1. :meth:`share` once for all masters, a collective.
     2. :meth:`gather` for a unit's weights.
     3. :meth:`reduce_buffer` to write a unit's gradients to, then :meth:`reduce`, which takes the
        buffer back.
-       Quantized weights and gradients travel by :meth:`gather_codes` and :meth:`trade`, in memory
-       from :meth:`passing_buffer`.
+       Quantized weights and gradients travel by :meth:`gather_codes` and :meth:`all_to_all`, in
+       memory from :meth:`passing_buffer`.
     4. :meth:`exchange` in between, for whole parameters in an optimizer's step.
     5. :meth:`release_scratch` when a backward pass is over, :meth:`drop_outgrown` between steps,
        :meth:`release` at the end.
@@ -177,22 +196,20 @@ class Transport(ABC):
         self.ledger.note(unit, "reduce", sent, source.tensor.element_size())
         return self._reduce(source, out, unit, tag)
 
-    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
-        """Start to replace ``tensor`` (``[size * n]``) by its sum over all ranks."""
-        return reduce_and_gather(self, tensor, unit=unit, tag=tag)
-
     def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
         """Start to fill ``codes`` from every rank's ``own``, to be decoded to ``out``."""
         return self.gather(codes, Shards(own), unit=unit, tag=tag)
 
-    def trade(self, received: Tensor, sent: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, out: Tensor, *, unit: str, tag: int
+    ) -> Work:
         """Start an all-to-all of a unit's quantized gradients, in equal parts.
 
         The parts ``received``, in rank order, will be summed in ``out``.
         """
         nbytes = sent.numel() // self.size * (self.size - 1)
         self.ledger.note(unit, "reduce", nbytes, 1)
-        return self._trade(received, sent, out, unit, tag)
+        return self._all_to_all(received, sent, out, unit, tag)
 
     def exchange(
         self, sent: Tensor, given: Sequence[int], taken: Sequence[int], among: Axis
@@ -213,7 +230,7 @@ class Transport(ABC):
         along = among.groups
         group = group_for("owners", along=along) if len(along) > 1 else None
         work = dist.all_to_all_single(received, sent, [*taken], [*given], group, async_op=True)
-        Pending(self.log, collective, [] if work is None else [work]).wait()
+        self.log.wait(collective, [] if work is None else [work])
         return received
 
     @abstractmethod
@@ -225,8 +242,8 @@ class Transport(ABC):
         """Implement :meth:`reduce`."""
 
     @abstractmethod
-    def _trade(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
-        """Implement :meth:`trade`."""
+    def _all_to_all(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
+        """Implement :meth:`all_to_all`."""
 
     def share(self, extents: Iterable[Extent]) -> Generator[Shards, None, None]:
         """Yield memory for masters, with views of every rank's where peers can be read.
@@ -273,32 +290,6 @@ class Transport(ABC):
         if memory.nbytes >= LARGE_BYTES:
             ask_for_large_pages(memory)
         return memory
-
-
-class Verbs(Protocol):
-    """The part of a transport, plain or coded, that :func:`reduce_and_gather` needs."""
-
-    size: int
-
-    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
-        """Gather as :meth:`Transport.gather` does."""
-
-    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
-        """Return memory as :meth:`Transport.reduce_buffer` does."""
-
-    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
-        """Reduce as :meth:`Transport.reduce` does."""
-
-
-def reduce_and_gather(transport: Verbs, tensor: Tensor, *, unit: str, tag: int) -> Work:
-    """Start an all-reduce in two steps, of which the second begins when it is waited for."""
-    source = transport.reduce_buffer(tensor.numel(), tensor.dtype)
-    source.tensor.copy_(tensor)
-    part = tensor.new_empty(tensor.numel() // transport.size)
-    reduced = transport.reduce(part, source, unit=unit, tag=tag)
-    return Then(
-        reduced, lambda: transport.gather(tensor, Shards(part), unit=unit, tag=tag).wait(), part
-    )
 
 
 def weights_of(unit: str) -> str:

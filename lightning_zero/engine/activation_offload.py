@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Arrived, unwrapped
+from lightning_zero.comm import Pending, unwrapped
 from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.unit import Unit
 from lightning_zero.tensors import HostCopies, Work, internals
@@ -136,7 +136,7 @@ class _Saved:
         """Start to copy the content to the device, unless that was done."""
         if self._fetched is None:
             content = torch.empty(len(self._on_host), dtype=torch.uint8, device=self._device)
-            work = self._copies.up(content, self._on_host, Arrived, self._landing)
+            work = self._copies.up(content, self._on_host, Pending, self._landing)
             self._fetched = content, work
 
     def content(self) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.comm import Arrived, PendingSync, SyncPoint
+from lightning_zero.comm import Pending, PendingSync, SyncPoint
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.backward_events import with_grad
 from lightning_zero.engine.buffers import BufferSync
@@ -51,7 +51,7 @@ class Forward:
         # sync points of its own, which find the same differences.
         in_order = sharded.comm.transport.gathers_in_order
         self._checks_order = sharded.gives_weights_back and in_order
-        self.order_check: PendingSync | Arrived = Arrived()
+        self.order_check: PendingSync | Pending = Pending()
         # Whether a call of the module itself has entered the step and must leave it.
         self._is_called = False
         self.buffers = BufferSync(
@@ -150,7 +150,7 @@ class Forward:
     def abandon(self) -> None:
         """Drop a forward that an exception ended."""
         self._is_called = False
-        self.order_check = Arrived()
+        self.order_check = Pending()
 
     # -- calls of modules ------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Arrived, Communicator, Shards
+from lightning_zero.comm import Communicator, Pending, Shards
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.classes import ParameterClasses
 from lightning_zero.parameters.edits import Edits
@@ -190,7 +190,7 @@ class FlatParameters:
         the buffer is a new one, whose views outlive it.
         """
         if are_whole and not self.plan.are_copies:
-            return self.weight, Arrived()
+            return self.weight, Pending()
         whole = self.store.whole_masters() if as_gathered else self._kept_masters()
         whole.allocate()
         return whole, self.store.gather_masters(whole.tensor, unit=unit, tag=tag)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Arrived, ReduceBuffer, Then
+from lightning_zero.comm import Pending, ReduceBuffer
 from lightning_zero.parameters.full_grad import FullGrad
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Store
@@ -258,7 +258,9 @@ class FlatGradients:
 
         def sum_up(total: Tensor) -> Work:
             work = store.sum_over_copies(total, unit=unit, tag=tag)
-            return Then(work, functools.partial(total.mul_, scale) if scale != 1.0 else _nothing)
+            return Pending(
+                work, then=functools.partial(total.mul_, scale) if scale != 1.0 else None
+            )
 
         if not sums and scale != 1.0:
             reduced.mul_(scale)
@@ -297,7 +299,7 @@ class FlatGradients:
         """Wait until an average that is under way has arrived."""
         if self._fresh is not None:
             self._fresh[1].wait()
-            self._fresh = self._fresh[0], Arrived()
+            self._fresh = self._fresh[0], Pending()
 
     # -- from the shard to the optimizer ---------------------------------------------------------
 

@@ -110,8 +110,8 @@ class Ownership:
         if owner is None:
             raise RuntimeError(
                 f"Parameter {self.name!r} was left sharded when training ended:"
-                " restore_weights=False was set, an exception ended the run, or the engine was never"
-                " closed. Load the weights from a checkpoint into a new module, or train with"
+                " restore_weights=False was set, an exception ended the run, or the engine was"
+                " never closed. Load the weights from a checkpoint into a new module, or train with"
                 " restore_weights=True."
             )
         return owner

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import Arrived, Cargo, Codec, Communicator, Extent, Shards, weights_of
+from lightning_zero.comm import Cargo, Codec, Communicator, Extent, Pending, Shards, weights_of
 from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import (
@@ -139,7 +139,7 @@ class Store:
         parts = itertools.chain.from_iterable(
             _parts(shard, part, part) for shard, part in zip(shards, out.chunk(size), strict=True)
         )
-        return self.comm.host_copies.up_in_parts(_reading(unit), parts, Arrived)
+        return self.comm.host_copies.up_in_parts(_reading(unit), parts, Pending)
 
     def as_weights(self, masters: Tensor) -> Tensor:
         """Return what whole weights show, before a cast, of ``masters``: one or more shards."""
@@ -200,12 +200,12 @@ class Store:
         and the work to wait for before it is read.
         """
         total = reduced if resting is None else resting.add_(reduced)
-        return total, Arrived() if sum_up is None else sum_up(total)
+        return total, Pending() if sum_up is None else sum_up(total)
 
     def sum_over_copies(self, total: Tensor, *, unit: str, tag: int) -> Work:
         """Start to sum a shard on the device over the copies, in place."""
         copies = self._copies
-        return Arrived() if copies is None else copies.all_reduce(total, unit=unit, tag=tag)
+        return Pending() if copies is None else copies.all_reduce(total, unit=unit, tag=tag)
 
     def retire(self) -> None:
         """Keep nothing but this rank's masters, in memory of their own."""

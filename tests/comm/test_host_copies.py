@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Arrived, DryHostCopies
+from lightning_zero.comm import DryHostCopies, Pending
 from lightning_zero.tensors import (
     NUM_BUFFERS,
     RING_BYTES,
@@ -79,12 +79,12 @@ def test_nothing_goes_up_behind_what_goes_down() -> None:
         below, other = (copies.lasting_memory(4, torch.float32) for _ in range(2))
         above = torch.zeros(4)
         landing = copies.down(below, torch.ones(4), group="unit")
-        copies.up(above, other, Arrived).wait()
+        copies.up(above, other, Pending).wait()
         assert device.overlapped("up", "down") == 1
         # But where it is the same that comes and goes.
         with pytest.raises(AssertionError, match=r"copy_.* reads what copy_.* not have written"):
-            copies.up(above, below, Arrived)
-        copies.up(above, below, Arrived, landing).wait()
+            copies.up(above, below, Pending)
+        copies.up(above, below, Pending, landing).wait()
         assert above.tolist() == [1.0] * 4
         copies.close()
 
@@ -98,7 +98,7 @@ def started(copies: HostCopies, outs: list[Tensor], what: str = "a unit") -> Wor
     parts = [
         UploadPart(out, lambda t, fill=fill: fill(t)) for out, fill in zip(outs, fills, strict=True)
     ]
-    return copies.up_in_parts(what, parts, Arrived)
+    return copies.up_in_parts(what, parts, Pending)
 
 
 def test_parts_come_through_a_small_ring_that_the_host_never_waits_for() -> None:
@@ -126,7 +126,7 @@ def test_an_upload_that_fails_gives_back_the_ring() -> None:
     out = torch.zeros(3)
     for _ in range(2 * NUM_BUFFERS):
         work = copies.up_in_parts(
-            "Reading net", [UploadPart(out, fail), UploadPart(out, fail)], Arrived
+            "Reading net", [UploadPart(out, fail), UploadPart(out, fail)], Pending
         )
         for _ in range(2):
             with pytest.raises(RuntimeError, match="Reading net failed: no such disk"):

@@ -22,7 +22,6 @@ from lightning_zero.comm.one_host.window import Address, Window, are_supported
 from lightning_zero.comm.point_to_point import PointToPoint
 from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.transport import (
-    Arrived,
     Extent,
     Pending,
     ReduceBuffer,
@@ -167,7 +166,7 @@ class SharedMemory(PointToPoint):
         self.log.events.append(weights_of(unit))
         for part, source in zip(whole.chunk(self.size), shard.of_ranks, strict=True):
             copy(part, source)
-        return Arrived()
+        return Pending()
 
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
@@ -197,7 +196,7 @@ class SharedMemory(PointToPoint):
                 window.readers[self.rank] = tokens[peer][-1]
             self._windows.free.append(own)
 
-        return Pending(self.log, collective, works, add_up)
+        return Pending(*works, then=add_up, begun=(self.log, collective))
 
     @override
     def drop_outgrown(self) -> None:
