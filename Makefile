@@ -51,9 +51,9 @@ matrix:
 bench-hosts: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore examples/benchmarks/hosts.py $(ARGS)
 
-# A fault at every place of a step, a save and a load; writes the tables of examples/benchmarks/RESULTS.md.
+# A fault of every kind at every place of a step, a save and a load.
 faults: .venv/stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.oracle.faults $(ARGS)
+	$(BIN)/python -m pytest -m slow tests/engine/test_faults.py $(ARGS)
 
 # Tests and comparison on a machine with a GPU, by the Python and torch that are there.
 gpu:

@@ -20,8 +20,9 @@ from lightning_zero.comm.control import Control
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.one_host import SharedMemory
 from lightning_zero.comm.point_to_point import PointToPoint
-from lightning_zero.comm.process_groups import group_for, is_initialized
+from lightning_zero.comm.process_groups import is_initialized
 from lightning_zero.comm.sync_points import SyncPoint
+from lightning_zero.comm.tensor_parallel import DATA, TENSOR, device_mesh
 from lightning_zero.comm.traffic import StepTimes, Traffic
 from lightning_zero.comm.transport import Transport
 from lightning_zero.tensors import HostCopies, require_abilities
@@ -144,17 +145,17 @@ class Communicator:
         if self.mesh.tensor is None:
             self.control.broadcast(tensor)
         elif self.mesh.size > 1:
-            axis = self.mesh.data
-            with self.control.log.at("a broadcast of the first rank's values"):
-                group = group_for("data parallel", along=axis.groups)
-                dist.broadcast(tensor, axis.ranks[0], group=group)
+            self._broadcast([tensor], self.mesh.data, DATA)
 
     def broadcast_copies(self, tensors: Iterable[Tensor]) -> None:
         """Overwrite tensors that are alike on a tensor-parallel group with its first rank's."""
-        axis = self.mesh.tensor
-        if axis is None:
-            return
-        group = group_for("tensor parallel", along=axis.groups)
+        if self.mesh.tensor is not None:
+            self._broadcast(tensors, self.mesh.tensor, TENSOR)
+
+    def _broadcast(self, tensors: Iterable[Tensor], axis: Axis, dimension: str) -> None:
+        """Broadcast along an axis, by the group of the device mesh that users have too."""
+        tensor_size = 1 if self.mesh.tensor is None else self.mesh.tensor.size
+        group = device_mesh(self.device.type, tensor_size)[dimension].get_group()
         with self.control.log.at("a broadcast of the first rank's values"):
             for tensor in tensors:
                 dist.broadcast(tensor, axis.ranks[0], group=group)

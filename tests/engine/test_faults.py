@@ -1,13 +1,13 @@
 """A rank that fails, hangs or dies anywhere: the others go on, or all end with an error naming it.
 
-Here a few cells of the matrix; `make faults` runs all of them.
+`make faults` runs all cells of the matrix, others only a few.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.oracle.faults import Fault, Job, run, run_all
+from tests.oracle.faults import Fault, Job, jobs, run, run_all
 from tests.oracle.projects import WAYS
 
 FEW = [
@@ -31,6 +31,11 @@ def failures(these: list[Job], at_once: int) -> list[str]:
 
 def test_faults_end_in_an_error_that_names_the_rank() -> None:
     assert failures(FEW, len(FEW)) == []
+
+
+@pytest.mark.slow
+def test_every_fault_at_every_place() -> None:
+    assert failures(jobs(), 4) == []
 
 
 @pytest.mark.parametrize("way", WAYS)
