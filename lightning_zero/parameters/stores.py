@@ -350,9 +350,9 @@ class ShardsOnDevice(HostStore):
         shard = self._weights
         self.comm.transport.ledger.note(unit, "up", shard.numel(), shard.element_size())
         if shard.dtype is master.dtype and self.plan.master.medium is Medium.HOST:
-            self._up = copies.up(shard, master, Arrived)
+            self._up = copies.up(shard, master, Pending)
         else:
-            self._up = copies.up_in_parts(_reading(unit), _parts(master, shard, None), Arrived)
+            self._up = copies.up_in_parts(_reading(unit), _parts(master, shard, None), Pending)
 
     def _gather_from_device(self, out: Tensor, *, unit: str, tag: int) -> Work:
         self._bring_up(unit)
