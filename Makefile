@@ -1,17 +1,26 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test lint docs package bench bench-offload bench-tensors bench-hosts wires matrix faults gpu
+.PHONY: train test slow durations lint docs package bench bench-offload bench-tensors bench-hosts wires matrix faults gpu
 .DEFAULT_GOAL := test
 
 # Train a small GPT under stage 3 on two processes; ARGS adds to the command line.
 train: .venv/stamp
 	OMP_NUM_THREADS=1 $(BIN)/python examples/train_gpt.py fit --config examples/zero3.yaml $(ARGS)
 
-# Lint, types and the tests that are not slow (MARKS= runs all); ARGS adds to pytest's command line.
+# Lint, types and the tests that are not slow, the longest first; ARGS adds to pytest's command line.
 MARKS = not slow
+PYTEST = $(BIN)/python -m pytest -n 2 --dist load --maxschedchunk 1
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "$(MARKS)" $(ARGS)
+	$(PYTEST) -m "$(MARKS)" $(ARGS)
+
+# The slow tests: benchmarks, examples and what a faster test shows in part.
+slow: .venv/stamp
+	$(PYTEST) -m slow $(ARGS)
+
+# Times all tests, for the scheduler: writes tests/durations.tsv.
+durations: .venv/stamp
+	$(PYTEST) --write-durations $(ARGS)
 
 lint: .venv/stamp
 	$(BIN)/ruff check .

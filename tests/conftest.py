@@ -8,7 +8,9 @@ from __future__ import annotations
 import gc
 import os
 import resource
+from collections import Counter
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +19,47 @@ from tests.oracle.forks import share_servers
 
 if TYPE_CHECKING:
     from tests.oracle.ranks import Pools
+
+
+DURATIONS = Path(__file__).with_name("durations.tsv")
+"""Seconds of each test that takes long, by `make durations`."""
+LONG = 1.0
+"""Seconds from which a test is listed there."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `make durations` write the file."""
+    parser.addoption("--write-durations", action="store_true", help=f"write {DURATIONS.name}")
+
+
+def _durations() -> dict[str, float]:
+    lines = DURATIONS.read_text().splitlines() if DURATIONS.exists() else []
+    pairs = (line.split("\t") for line in lines)
+    return {name: float(seconds) for seconds, name in pairs}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest, so that no process is left with one of them at the end."""
+    known = _durations()
+    items.sort(key=lambda item: -known.get(item.nodeid, 0.0))
+
+
+_SECONDS: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up what a test took, in whatever process."""
+    _SECONDS[report.nodeid] += report.duration  # type: ignore[assignment]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the durations of what was run; what was not run, and still exists, keeps its own."""
+    config = session.config
+    if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
+        merged = {**_durations(), **_SECONDS}
+        gone = {name for name in merged if not Path(name.partition("::")[0]).exists()}
+        long = sorted((-s, name) for name, s in merged.items() if s >= LONG and name not in gone)
+        DURATIONS.write_text("".join(f"{-seconds:.1f}\t{name}\n" for seconds, name in long))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests import cases
-from tests.oracle.play import CASES, play_all
+from tests.oracle.play import CASES, TRANSPORTS, play_all
 from tests.oracle.ranks import Pools
 
 ITEMS = []
@@ -23,10 +24,54 @@ for _, _name, _ in pkgutil.iter_modules(cases.__path__, "tests.cases."):
 
 @pytest.mark.parametrize(
     ("module", "name", "world"),
-    ITEMS,
+    [pytest.param(*item, marks=[pytest.mark.slow] * CASES[item[1]].is_slow) for item in ITEMS],
     ids=[f"{CASES[name].feature}-{name}-{world}" for _, name, world in ITEMS],
 )
 def test_case(ranks: Pools, tmp_path: Path, module: str, name: str, world: int) -> None:
     answers = ranks(world).run(play_all, module, name, world, str(tmp_path), timeout=120)
     found = [f"rank {rank}, {text}" for rank, texts in enumerate(answers) for text in texts]
     assert not found, "\n".join(found[:12])
+
+
+DIMENSIONS: dict[str, tuple[object, ...]] = {
+    "strategy": (1, 2, 3),
+    "precision": ("32-true", "bf16-mixed"),
+    "transport": TRANSPORTS,
+    "world": (1, 2),
+}
+"""What every feature is played with."""
+EXEMPT = {
+    ("backward", "precision", "bf16-mixed"): "test_parity.py has every model in every precision",
+    ("complex", "precision", "bf16-mixed"): "autocast knows no complex numbers",
+    ("transforms", "strategy", 3): "refused at stage 3",
+}
+"""Pairs that are left out, and why."""
+Pair = tuple[str, str, object]
+
+
+def table() -> str:
+    """Return the pairs that are covered, as a page would have them: ways by feature and value."""
+    values = [(kind, value) for kind, each in DIMENSIONS.items() for value in each]
+    lines = [" | ".join(["feature", *(f"{kind} {value}" for kind, value in values)])]
+    counts = covered()
+    for feature in dict.fromkeys(case.feature for case in CASES.values()):
+        lines.append(" | ".join([feature, *(str(counts[(feature, *each)]) for each in values)]))
+    return "\n".join(lines)
+
+
+def covered() -> Counter[Pair]:
+    """Return how many ways have each feature with each value."""
+    counts: Counter[Pair] = Counter()
+    for case in CASES.values():
+        for way in (way for world in case.worlds for way in case.ways(world)):
+            # A rank alone sends nothing.
+            kinds = [kind for kind in DIMENSIONS if kind != "transport" or way.world > 1]
+            counts.update((case.feature, kind, getattr(way, kind)) for kind in kinds)
+    return counts
+
+
+def test_every_pair_is_covered() -> None:
+    counts = covered()
+    values = [(kind, value) for kind, each in DIMENSIONS.items() for value in each]
+    pairs = {(case.feature, *each) for case in CASES.values() for each in values}
+    assert {pair for pair in pairs if not counts[pair]} == set(EXEMPT), table()

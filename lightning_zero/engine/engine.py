@@ -244,6 +244,12 @@ class Engine:
 
     def _before_step(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
+        for unit in self.sharded.units:
+            # The last step may have been another optimizer's. A backend may write this rank's part
+            # as well when its gather ends, over what is stepped meanwhile.
+            weights = unit.weights
+            if weights.residency is Residency.IN_FLIGHT and not weights.gives_back:
+                weights.wait()
         self.sharded.keep_edits()
         self.comm.change_masters(SyncPoint.STEP)
         for transport in self.comm.transports.values():

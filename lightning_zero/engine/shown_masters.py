@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Shows, Weights
+from lightning_zero.tensors import runs_outside
 
 _MOST = 2
 """Units that code between steps sees at a time; more only while one operation uses them all."""
@@ -124,6 +125,7 @@ class ShownMasters:
             elif not is_within_step:
                 weights.reshard()
 
+    @runs_outside
     def _refuse(self, changed: list[str]) -> None:
         """Raise on all ranks if any rank changed weights that were gathered for reading."""
         (any_changed,) = self._comm.control.call(SyncPoint.EDIT, bytes([bool(changed)])).wait()

@@ -25,7 +25,7 @@ from torchmetrics.classification import BinaryAccuracy
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from tests.oracle.models import Tied
-from tests.oracle.play import Player, case
+from tests.oracle.play import Player, case, widen
 from tests.oracle.projects import Regression, Trace, rows
 
 VALIDATED = {"data": lambda: (rows(), rows(8, seed=1))}
@@ -487,3 +487,6 @@ class Language(Regression):
 
 
 case("fit", Language, rests=True, stages=(1, 2, 3))
+
+
+widen("an_exception_on_all_ranks", "options_0", "Logging")

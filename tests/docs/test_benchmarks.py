@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import os
 import pstats
 import re
-import subprocess
 import sys
 from math import nan
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +23,8 @@ from lightning_zero.comm import sum_into
 from tests.oracle.launch import run_script
 from tests.oracle.ranks import ROOT, Pools
 from tests.oracle.sharded import padded
+
+pytestmark = pytest.mark.slow
 
 LAYERS, DIM, VOCABULARY, LENGTH = 3, 128, 64, 16
 SIZES = {"layers": LAYERS, "dim": DIM, "vocabulary": VOCABULARY, "length": LENGTH, "heads": 4}
@@ -160,62 +160,6 @@ def test_a_wrong_loss_is_not_compared(compare: Any) -> None:
         assert compare.compare(["ddp", "zero3"], other, 1)["zero3"]["ratio"] == 1.0
 
 
-def test_a_device_is_timed_without_waiting_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, done = load("measure"), []
-
-    class Event:
-        def __init__(self, *, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            self.place = len(done)
-            done.append("mark")
-
-        def elapsed_time(self, other: Event) -> float:
-            return 500.0 * (other.place - self.place)
-
-    class Run:
-        job = module.Job(warmup=1, steps=2)
-
-        def __call__(self) -> int:
-            done.append("step")
-            return len(done)
-
-        def settle(self) -> None:
-            done.append("wait")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    times, loss = module._times_on_cuda(Run())
-    assert done == ["step", "wait", "step", "mark", "step", "mark", "step", "mark", "wait"]
-    assert times == [1.0, 1.0]
-    assert loss == 7
-
-
-def test_fake_ranks_cannot_do_everything(
-    compare: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare.default_names(compare.Job())[0] == "ddp"
-    names = compare.default_names(compare.Job(fake_world=8))
-    assert names[0] == "no traffic"
-    offloaded = {"zero2 offload", "zero3 offload", "zero3 nvme", "zero3 2x2", "fsdp2 2x2"}
-    assert set(compare.CONTENDERS) - set(names) == {"ddp", "zero redundancy"} | offloaded
-    monkeypatch.setattr(sys, "argv", ["compare.py", "--fake-world", "8", "--only", "zero3", "ddp"])
-    with pytest.raises(SystemExit):
-        compare.main()
-    said = capsys.readouterr().err
-    assert "ddp cannot run with --fake-world. Remove it from --only." in said
-
-
-def test_the_least_peak_counts() -> None:
-    runs = [
-        {"peak_mib": 3.0, "trainer_peak_mib": 4.0, "sent": 1},
-        {"peak_mib": 2.0, "trainer_peak_mib": 5.0, "sent": 2},
-    ]
-    assert load("compare")._least_peaks(runs) == {
-        "peak_mib": 2.0, "trainer_peak_mib": 4.0, "sent": 2,
-    }  # fmt: skip
-
-
 def test_a_gpus_run_is_rehearsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,82 +189,6 @@ def test_a_gpus_run_is_rehearsed(
     page = (tmp_path / "gpu.md").read_text()
     assert page.count("| bf16-mixed |") == len(rows)
     assert page in capsys.readouterr().out
-
-
-def test_rounds_and_steps_are_dropped_and_no_contender(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, now, jobs = load("gpu"), [0.0], []
-    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
-
-    def answer(case: Any, job: Any) -> dict[str, Any]:
-        now[0] += 1.0
-        jobs.append(job)
-        return {"error": "none"} if case.name == "fsdp2" else {"seconds": 1.0}
-
-    monkeypatch.setattr(gpu, "run_case", answer)
-    num_cases = len(gpu.cases())
-    # Time for two rounds and a half: two are run, with all steps.
-    found = list(gpu.rounds(gpu.GPT_1B, gpu.Clock(2.5 * num_cases), 5))
-    assert [len(answers) for answers in found] == [num_cases] * 2
-    assert {job.steps for job in jobs} == {gpu.GPT_1B.steps}
-    # Too little for one: it is run all the same, with fewer steps.
-    now[0] = 0.0
-    jobs.clear()
-    (found,) = gpu.rounds(gpu.GPT_1B, gpu.Clock(0.5 * num_cases), 5)
-    assert len(found) == num_cases
-    assert {job.steps for job in jobs[1:]} == {2}
-    rows = gpu.rows_of([found])
-    assert {row["name"] for row in rows if "error" in row} == {"fsdp2"}
-
-
-def test_the_page_of_a_gpus_run_shows_what_the_trainer_allocated() -> None:
-    seen = {"precision": "bf16-mixed", "world": 1, "name": "Trainer", "seconds": 0.5}
-    head, lines, *rows = load("gpu").table([{**seen, "allocated_mib": 4321.0}, seen]).splitlines()
-    assert {line.count("|") for line in (head, lines, *rows)} == {13}
-    assert "| 4321 |" in rows[0]
-
-
-def test_a_profile_tells_what_is_hidden() -> None:
-    """Copies that run beside a kernel for 5 of 18 µs, and both ways for 2 of 10."""
-    overlap, cuda = load("overlap"), torch.autograd.DeviceType.CUDA
-    seen = [
-        ("gemm", 0, 10), ("gemm", 5, 15), ("Memcpy HtoD (Pinned -> Device)", 10, 20),
-        ("Memcpy DtoH (Device -> Pinned)", 18, 28), ("zero.wait 3", 0, 100),
-    ]  # fmt: skip
-    events = [
-        SimpleNamespace(
-            name=name, device_type=cuda, time_range=SimpleNamespace(start=start, end=end)
-        )
-        for name, start, end in seen
-    ]
-    found = overlap._summary(overlap.spans_of(events))
-    assert found["compute_ms"] == pytest.approx(15 / 1000 / overlap.STEPS)
-    assert found["hidden"] == pytest.approx(5 / 18)
-    assert found["both_ways"] == pytest.approx(2 / 10)
-    row = load("gpu").overlap_table([{"name": "zero3 offload", **found}]).splitlines()[-1]
-    assert row == "| zero3 offload | 0.0 | 0.0 | 0.0 | 0.0 | 0.28 | 0.20 |"
-
-
-def test_several_gpus_run_what_one_runs_and_are_compared_among_themselves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = load("gpu")
-    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 8)
-    jobs: list[Any] = []
-
-    def started(worker: Any, name: str, job: Any) -> dict[str, Any]:
-        jobs.append((name, job.world, job.fake_world))
-        return {"seconds": 2.0 if job.world == 8 and name == "ddp" else 3.0}
-
-    monkeypatch.setattr(gpu, "in_fresh_processes", started)
-    answers = [(case, gpu.run_case(case, gpu.GPT_1B)) for case in gpu.cases()]
-    assert {("ddp", 1, 0), ("ddp", 8, 0), ("zero3 nvme", 8, 0), ("zero3", 1, 8)} <= {*jobs}
-    ratios = {
-        (row["world"], row["is_fake"]): row["ratio"]
-        for row in gpu.rows_of([answers])
-        if row["name"] == "zero3"
-    }
-    assert ratios == {(1, False): 1.0, (8, False): 1.5, (8, True): 1.0}
-    assert "| 8 (fake) | zero3 |" in gpu.table(gpu.rows_of([answers]))
 
 
 @pytest.mark.parametrize("world", [8, 64])
@@ -382,28 +250,6 @@ def test_small_tensors_beside_ddp(tmp_path: Path) -> None:
     ratios = [[row[index] for index in (2, 3, 6, 7, 10, 11)] for row in numbers]
     assert ratios[0] == ratios[3] == [1.0] * 6
     assert pstats.Stats(str(profile)).total_calls > 0  # type: ignore[attr-defined]
-
-
-def test_another_package_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    contender = load("disk_contenders").Contender(
-        sys.executable, "accelerate", str(tmp_path), 16, 2
-    )
-    assert 0 < contender.measure("1") < 60
-    contender.close()
-
-
-def test_a_package_that_an_interpreter_lacks_is_named(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("def set_num_threads(_): pass")
-    script = Path("examples/benchmarks/disk_contenders.py").resolve()
-    command = [sys.executable, "-S", script, "deepspeed", tmp_path, 8, 1]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    finished = subprocess.run(
-        [*map(str, command)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 1
-    assert "No module named 'deepspeed'" in finished.stderr
-    assert "Install deepspeed there, or remove --deepspeed." in finished.stderr
 
 
 @is_fresh

@@ -156,6 +156,7 @@ def test_train_gpt(example: Example) -> None:
     assert 2 * numel + gathered + ours <= total < ddp_total
 
 
+@pytest.mark.slow
 def test_train_gpt_with_layers_that_are_cut(example: Example) -> None:
     """Two tensor-parallel ranks share every batch, so the numbers are those of one rank."""
     config = ROOT / "examples" / "zero3.yaml"
@@ -188,6 +189,7 @@ def test_fabric_gpt(example: Example, tmp_path: Path) -> None:
     assert float(steps[1][1]) < losses[-1]
 
 
+@pytest.mark.slow
 def test_gan(example: Example) -> None:
     output = example("examples/gan.py", "--epochs", 2)
     distances = [float(value) for value in re.findall(r"from the circle ([\d.]+)", output)]
@@ -204,6 +206,7 @@ def test_training_beyond_memory(tmp_path: Path) -> None:
     assert "trained; the last loss is 0." in output
 
 
+@pytest.mark.slow
 def test_predicting_beyond_memory(tmp_path: Path) -> None:
     """The limit has no room for the weights; they are the same as those that were written."""
     words = ("examples/beyond_memory.py", "predict", "--depth", 8)
@@ -213,6 +216,7 @@ def test_predicting_beyond_memory(tmp_path: Path) -> None:
     assert list(tmp_path.glob("tmp*")) == []
 
 
+@pytest.mark.slow
 def test_finetune_hf(example: Example, tmp_path: Path) -> None:
     """From a folder of weights, all of them or adapters: gradients and states are theirs."""
     small = ("--epochs", 1, "--windows", 768, "--folder", tmp_path / "pretrained")

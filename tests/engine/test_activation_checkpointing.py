@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero import ZeROStrategy
 from lightning_zero.engine import ActivationCheckpointing, Engine
 from lightning_zero.plan import Settings
-from tests.oracle.models import Block
-from tests.oracle.projects import Regression, Run, assert_like_ddp, fit, under_all
 from tests.oracle.ranks import Pools
 
 WIDTH = 16
@@ -90,64 +87,6 @@ def test_numbers_are_the_same_and_fewer_activations_are_kept(ranks: Pools, stage
         torch.testing.assert_close(other[1], one[1], rtol=0, atol=0)
         assert other[2] < one[2] / 2
         assert (one[3], other[3]) == (3, 6)
-
-
-def _fit(choice: Any) -> list[float]:
-    strategy = ZeROStrategy(3, units=[Block], activation_checkpointing=choice)
-    return fit(Regression(), strategy).losses
-
-
-class Shifted(nn.Module):
-    """A unit with a buffer that its forward replaces."""
-
-    mean: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shift = self.mean
-        self.mean = shift + 1
-        return x + self.down((self.up(x) - 0.1 * shift).tanh())
-
-
-class Lending(Regression):
-    """Calls a unit with tensors of its own making, with another's weights, and with its own."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.05)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            self.unit, self.other = Shifted(), Shifted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = {name: 1.5 * p for name, p in self.unit.named_parameters()}
-        x = torch.func.functional_call(self.unit, {**made, "mean": torch.ones(())}, (x,))
-        x = torch.func.functional_call(self.unit, dict(self.other.named_parameters()), (x,))
-        return super().forward(self.other(self.unit(x)))
-
-
-def _lend(strategy: Any) -> Run:
-    if isinstance(strategy, int):
-        strategy = ZeROStrategy(strategy, units=[Shifted], activation_checkpointing=True)
-    return fit(Lending(), strategy)
-
-
-def test_recomputed_with_what_functional_calls_lend(ranks: Pools) -> None:
-    assert_like_ddp(ranks(2).run(under_all, _lend, stages=(2, 3)))
-
-
-def _with_choices() -> list[list[float]]:
-    return [_fit(choice) for choice in (False, True, [nn.Linear])]
-
-
-def test_the_strategys_argument_chooses_units_or_classes(ranks: Pools) -> None:
-    for plain, units, classes in ranks(2).run(_with_choices):
-        assert plain
-        assert units == plain
-        assert classes == plain
 
 
 def test_copies_keep_what_the_user_put_in_place_of_forward() -> None:

@@ -9,82 +9,13 @@ import torch
 from torch import nn
 
 from lightning_zero.comm import Communicator, Sent
-from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES
-from tests.oracle.models import MODELS, Block
-from tests.oracle.parity import RECIPES as PRECISIONS
-from tests.oracle.parity import share
+from tests.oracle.models import Block
 from tests.oracle.projects import Regression, fit, rows
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, adamw, cast_inputs, padded, shard, surroundings
+from tests.oracle.sharded import CPU, adamw, padded, shard
 
 Kinds = dict[str, int]
-
-
-def one_step(engine: Engine, name: str, precision: str, optimizer: torch.optim.Optimizer) -> None:
-    case, comm = MODELS[name], engine.comm
-    batch = case.batch(4 * comm.control.world_size, 0)
-    part = cast_inputs(share(batch, comm.control.rank, comm.control.world_size), precision)
-    with engine.step() as watch, surroundings(precision):
-        loss = case.loss(engine.module, part)
-        watch(loss)
-    loss.backward()
-    optimizer.step()
-
-
-# -------------------------------------------------------------------------------------- bytes
-
-
-def held_and_planned(
-    pairs: list[tuple[str, str]],
-) -> dict[tuple[str, str, int], tuple[Kinds, Kinds]]:
-    """By model, precision and stage: what the engine holds after a step, and what the plan says."""
-    comm = Communicator(CPU, reads_peers=False)
-    found = {}
-    for (name, precision), stage in product(pairs, (1, 2, 3)):
-        model = MODELS[name].build(dtype=PRECISIONS[precision].master)
-        engine = shard(model, stage=stage, recipe=RECIPES[precision], comm=comm)
-        optimizer = adamw(model)
-        engine.adopt(optimizer)
-        before = engine.sharded.memory()
-        assert before["gradients"] == before["states"] == before["gathered"] == 0
-        one_step(engine, name, precision, optimizer)
-        for unit in engine.sharded.units:
-            unit.weights.wait_if_in_flight()
-        found[name, precision, stage] = engine.sharded.memory(), planned(engine)
-        engine.close()
-    return found
-
-
-def planned(engine: Engine) -> Kinds:
-    """The plan's terms, and Adam's: two numbers per element of a piece and a step count each."""
-    kinds: Counter[str] = Counter(dict.fromkeys(("gathered", "unreduced", "buffers"), 0))
-    world = engine.comm.mesh.size
-    for unit in engine.sharded.units:
-        for flat in unit.flat_parameters:
-            terms = flat.plan.resting_bytes(flat.layout.numel, world, trainable=flat.trainable)
-            sizes = [piece.range.numel for piece in flat.pieces if piece.range.numel]
-            if not sizes:
-                # Only padding falls to this rank: no piece keeps a part of the shard.
-                terms["gradients"] = 0
-            kinds.update(terms)
-            if flat.trainable:
-                kinds["states"] += sum(
-                    2 * size * flat.plan.master.dtype.itemsize + 4 for size in sizes
-                )
-    kinds["buffers"] = sum(buffer.nbytes for buffer in engine.module.buffers())
-    return dict(kinds)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_bytes_by_kind_are_the_plans(ranks: Pools, world: int) -> None:
-    precisions = ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"]
-    names = ["odd_widths", "frozen", "batchnorm_conv"]
-    # Every precision at every world, with one model each, another one at another world.
-    pairs = [(names[(number + world) % 3], name) for number, name in enumerate(precisions)]
-    for found in ranks(world).run(held_and_planned, pairs):
-        for key, (held, plan) in found.items():
-            assert held == plan, key
 
 
 def rank_bytes(stage: int) -> Kinds:

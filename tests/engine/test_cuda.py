@@ -31,7 +31,7 @@ from lightning_zero.checkpoint import optimizer_state
 from lightning_zero.comm import Communicator, Control, process_groups
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.engine import Engine, materialize
-from lightning_zero.optimizer import Way, clip, kept_states, state_bytes, verdict_of
+from lightning_zero.optimizer import clip, kept_states
 from lightning_zero.parameters import stop_following
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.device import beside_the_host
@@ -292,19 +292,6 @@ def test_torchs_functions_take_all_gradients_at_once(
     assert choose(job.engine.sharded.pieces, differentiable=False) == (False, True)
     job.optimizer.step()
     job.engine.close()
-
-
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "ASGD"])
-def test_an_optimizer_that_a_graph_may_capture(name: str) -> None:
-    """Torch lets it step nothing on a host; whether it can be cut is found out all the same."""
-    weight = nn.Parameter(torch.ones(3, 3))
-    if name in ("Adam", "AdamW"):
-        rate = torch.tensor(0.01)
-        other = getattr(torch.optim, name)([weight], lr=rate, capturable=True, foreach=True)
-        assert verdict_of(other).way is Way.BY_ELEMENT
-    optimizer = getattr(torch.optim, name)([weight], lr=0.01, capturable=True)
-    assert verdict_of(optimizer).way is Way.BY_ELEMENT
-    assert state_bytes(optimizer, optimizer.param_groups[0], torch.float32).per_element >= 4
 
 
 def test_a_profile_shows_what_a_step_does_and_overlaps(device: torch.device) -> None:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import resource
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -21,12 +16,10 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_zero
-from lightning_zero.comm import Communicator, SyncPoint, sum_of
-from lightning_zero.comm.one_host.window import Window
+from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.engine.gradients import Gradients
 from lightning_zero.engine.weights import Residency, Weights
-from lightning_zero.parameters import Buffer
 from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pools
 
@@ -197,8 +190,6 @@ def test_collectives_are_those_of_the_stage_table(ranks: Pools, microbatches: in
 
 
 WIDE, NUM_WIDE = 256, 4
-FEW_PAGES = 100
-"""What Python and gloo's threads may touch for the first time in a step; a layer has over 64."""
 
 
 class Wide:
@@ -220,147 +211,6 @@ class Wide:
         for unit in self.engine.sharded.units if self.engine is not None else ():
             # A profile must not end before a message that began within it.
             unit.weights.wait_if_in_flight()
-
-    def allocated(self) -> int:
-        """Bytes that a step allocates, whatever it frees, by the allocator's own events."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            self.step()
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
-            profile.export_chrome_trace(str(path))
-            events = json.loads(path.read_text())["traceEvents"]
-        changes = [event["args"]["Bytes"] for event in events if event.get("name") == "[memory]"]
-        return sum(change for change in changes if change > 0)
-
-
-@contextlib.contextmanager
-def _counting(cls: type, maker: str) -> Iterator[list[Any]]:
-    """Notes every call of a method that makes something."""
-    made: list[Any] = []
-    real = getattr(cls, maker)
-    inner = getattr(real, "__func__", real)
-
-    def make(*args: Any) -> Any:
-        made.append(maker)
-        return inner(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cls, maker, classmethod(make) if inner is not real else make)
-        yield made
-
-
-class Made(NamedTuple):
-    """Things that a step which has warmed up makes anew."""
-
-    windows: int
-    buffers: int
-    allocated: int
-    plainly_allocated: int
-    gathered: int
-    page_faults: int
-
-
-def _made_in_a_step(stage: int, keeps_windows: bool) -> Made:
-    """Return what the step of ten makes that makes the fewest windows.
-
-    Now and then a rank is ahead of its readers and needs one more, which is kept; so at the latest
-    the step after those that needed one for each layer makes none.
-    """
-    job, plain = Wide(stage), Wide(None)
-    for _ in range(3):
-        job.step()
-        plain.step()
-    assert job.engine is not None
-    comm, steps = job.engine.comm, []
-
-    def forget() -> None:
-        if not keeps_windows:
-            comm.fence(SyncPoint.STEP)
-            comm.transport.release()
-
-    for _ in range(10):
-        forget()
-        with (
-            _counting(Window, "create") as own,
-            _counting(Window, "open") as peers,
-            _counting(Buffer, "__init__") as buffers,
-        ):
-            allocated = job.allocated()
-        forget()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        job.step()
-        page_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        gathered = sum_of(comm.transport.ledger.last_step, "gather").bytes
-        num_windows = len(own) + len(peers)
-        plainly = plain.allocated()
-        steps.append(Made(num_windows, len(buffers), allocated, plainly, gathered, page_faults))
-    job.engine.close()
-    return min(steps)._replace(page_faults=min(made.page_faults for made in steps))
-
-
-def _in_large_pages(width: int) -> list[bool]:
-    """Return whether large pages were asked for: for weights, unreduced gradients and the shard."""
-    comm = Communicator(torch.device("cpu"), reads_peers=False)
-    engine = Engine(nn.Sequential(nn.Linear(width, width, bias=False)), Settings(), comm)
-    optimizer = torch.optim.SGD(engine.module.parameters(), 1e-3)
-    engine.adopt(optimizer)
-    held: list[Tensor] = []
-    engine.module[0].register_forward_hook(lambda m, *_: held.append(m.weight.data))
-    make = type(comm.transport).reduce_buffer
-
-    def reduce_buffer(*args: Any) -> Any:
-        held.append((buffer := make(*args)).tensor)
-        return buffer
-
-    with (
-        mock.patch("lightning_zero.tensors.pages._libc") as libc,
-        mock.patch.object(type(comm.transport), "reduce_buffer", reduce_buffer),
-    ):
-        engine.module(torch.ones(1, width)).sum().backward()
-        held += [piece.grad for piece in engine.sharded.pieces if piece.grad is not None]
-        places = [tensor.data_ptr() for tensor in held]
-    asked = [[argument.value for argument in call.args[:2]] for call in libc.madvise.mock_calls]
-    engine.close()
-    middle = width * width  # by bytes, of which a shard of two ranks has as many again
-    return [any(at <= place + middle < at + size for at, size in asked) for place in places]
-
-
-def test_large_buffers_lie_in_large_pages(ranks: Pools) -> None:
-    for found in ranks(2).run(_in_large_pages, 1600):
-        assert found == [True] * 3
-    for found in ranks(2).run(_in_large_pages, 64):
-        assert found == [False] * 3
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_buffers_are_reused_from_step_to_step(ranks: Pools, stage: int) -> None:
-    """A step allocates what a plain one does, its shards of gradients, and what it gathers.
-
-    Whole gradients are autograd's own, as in a plain step; the buffers that they are reduced from
-    are windows that exist.
-    """
-    shards = NUM_WIDE * 4 * (WIDE * WIDE + WIDE) // 2
-    for made in ranks(2).run(_made_in_a_step, stage, True):
-        assert made.windows == 0
-        # The views of a reduce buffer; its memory is a window that exists.
-        assert made.buffers <= NUM_WIDE
-        # Each rank sends half of what it allocates to gather.
-        gathered = 2 * made.gathered if stage == 3 else 0
-        flags = 20_000
-        assert made.plainly_allocated >= 4 * NUM_WIDE * WIDE * WIDE
-        explained = made.plainly_allocated + shards + gathered
-        extra = made.allocated - explained
-        assert abs(extra) <= flags, f"{extra} bytes more than explained: {made}"
-        # The heap may have pages for what is allocated, or take new ones; for nothing else.
-        pages = explained // resource.getpagesize()
-        assert made.page_faults <= pages + FEW_PAGES, f"{pages} can be explained: {made}"
-
-
-def test_buffers_that_are_not_reused_are_noticed(ranks: Pools) -> None:
-    for made in ranks(2).run(_made_in_a_step, 2, False):
-        assert made.windows >= 2 * 2
-        assert made.page_faults > FEW_PAGES
 
 
 @contextlib.contextmanager

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero import estimate
-from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import kept_states, rounding
 from lightning_zero.optimizer.rounding import round_by_chance
@@ -21,7 +19,7 @@ from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting
 from tests.oracle.parity import Result, assert_parity, reference
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, shard, train
+from tests.oracle.sharded import shard, train
 
 BF16 = torch.bfloat16
 
@@ -143,25 +141,6 @@ def test_the_step_is_that_of_fp32(ranks: Pools, world: int) -> None:
         assert_parity(Result.over_ranks(found), expected, ulps=0)
 
 
-def in_copies() -> list[Result]:
-    comm = Communicator(CPU, num_shards=2)
-    return [
-        train(
-            "nested", adamw, stage=stage, precision="bf16-true", accumulate=2, clip_norm=0.5,
-            stochastic_rounding=True, comm=comm,
-        )
-        for stage in (2, 3, 3)
-    ]  # fmt: skip
-
-
-def test_copies_are_rounded_alike_and_runs_too(ranks: Pools) -> None:
-    by_rank = ranks(4).run(in_copies)
-    second, third, again = (Result.over_ranks(found) for found in zip(*by_rank, strict=True))
-    assert_parity(third, again, ulps=0)
-    # The same pieces of the same parameters at either stage.
-    assert_parity(second, third, ulps=0)
-
-
 def moved(steps: int, **how: Any) -> float:
     """Return where weights of 1 are after steps of a 5000th."""
     model = nn.Linear(64, 64, bias=False, dtype=BF16)
@@ -232,40 +211,3 @@ def test_what_has_no_meaning_is_refused(ranks: Pools) -> None:
     assert "offload steps parameters where they rest. Remove one of them" in found["offload"]
     assert "Adafactor mixes the elements of a parameter" in found["Adafactor"]
     assert "and stochastic_rounding" in found["Adafactor"]
-
-
-def lent_at_most() -> int:
-    """Bytes that an optimizer has in fp32 at a time."""
-    found = []
-    flush = rounding.RoundedStates.flush
-
-    def watched(self: Any) -> None:
-        lent = self._lent.values()
-        state = self.optimizer.state
-        tensors = [t for one in lent for t in (one, one.grad, *state[one].values())]
-        found.append(sum(t.nbytes for t in tensors if t.dim()))
-        flush(self)
-
-    case = MODELS["transformer"]
-    model = case.build(dtype=BF16)
-    engine = Engine(model, Settings(stochastic_rounding=True, min_num_params=1))
-    optimizer = adamw(model)
-    engine.adopt(optimizer)
-    case.loss(model, case.batch(4, 0)).backward()
-    with mock.patch.object(rounding.RoundedStates, "flush", watched):
-        optimizer.step()
-    engine.close()
-    assert len(found) > 1
-    return max(found)
-
-
-def test_what_is_in_fp32_is_predicted(ranks: Pools) -> None:
-    case = MODELS["transformer"]
-    for rank, lent in enumerate(ranks(2).run(lent_at_most)):
-        predicted = estimate(
-            case.build(dtype=BF16), Settings(min_num_params=1, stochastic_rounding=True),
-            world_size=2, rank=rank, precision="bf16-true", batch=case.batch(4, 0), step=case.loss,
-            optimizer=lambda params: torch.optim.AdamW(params, fused=True),
-        )  # fmt: skip
-        step, rest = predicted.snapshots[-2:]
-        assert step.kinds["gathered"] - rest.kinds["gathered"] == lent > 0

@@ -21,6 +21,7 @@ A case is declared in `tests/cases`, most by a module and options, some by a fun
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import random
@@ -53,6 +54,8 @@ DTYPES = {
     "16-true": torch.float16,
 }
 """The dtype whose roundings count in each precision."""
+WIDE: dict[str, Any] = {"worlds": (1, 2), "precisions": ("bf16-mixed", "32-true")}
+"""One rank in mixed precision, and two."""
 UNUSED = "ddp_find_unused_parameters_true"
 
 
@@ -90,7 +93,9 @@ class Case:
         readers: Who goes on from there: stages, or "ddp".
         ulps: How far parameters and buffers may be off, in roundings of the largest value.
         rests: Whether resting bytes are as predicted, and nothing is gathered between steps.
-        by_hand: Whether notes alone are compared.
+        is_slow: Whether only `make slow` plays it.
+        dtype: The dtype whose roundings count; by default each tensor's own, or the precision's.
+        bits: Whether bits are equal in half precision too.
     """
 
     feature: str
@@ -109,6 +114,9 @@ class Case:
     readers: Sequence[str | int] = ()
     ulps: float = 0.0
     rests: bool = False
+    bits: bool = False
+    is_slow: bool = False
+    dtype: torch.dtype | None = None
     number: int = 0
 
     def ways(self, world: int) -> list[Way]:
@@ -148,14 +156,20 @@ def case(feature: str, module: Any = None, name: str = "", **given: Any) -> Any:
         assert name not in CASES, f"two cases are called {name}"
         CASES[name] = Case(feature, name, options=given, number=len(CASES), **fields, **more)
 
-    if module is not None:
-        return declare(name or module.__name__, module=module)
+    if module is not None or "loop" in fields:
+        return declare(name or module.__name__, **({"module": module} if module else {}))
 
     def decorate(function: Callable[[Player], Trace]) -> Callable[[Player], Trace]:
         declare(name or function.__name__, loop=function)
         return function
 
     return decorate
+
+
+def widen(*names: str, **fields: Any) -> None:
+    """Let cases be played with one rank and in mixed precision too, or with other `fields`."""
+    for name in names:
+        CASES[name] = dataclasses.replace(CASES[name], **(fields or WIDE))
 
 
 # ---------------------------------------------------------------------------- on the ranks
@@ -175,6 +189,8 @@ class Player:
         if self.is_ddp:
             return self.way.strategy
         how = {"units": {Block}, **self.way.settings, **settings}
+        if "nvme" in how.values():
+            how["offload_path"] = str(self.folder)
         return ZeROStrategy(self.way.strategy, **how)  # type: ignore[arg-type]
 
     def trainer(self, strategy: Any = None, **options: Any) -> Trainer:
@@ -189,7 +205,7 @@ class Player:
             # On CPU the Trainer itself would turn this precision into "bf16-mixed".
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
             given.setdefault("plugins", [MixedPrecision("16-mixed", "cpu", scaler)])
-        else:
+        elif "plugins" not in given:
             given.setdefault("precision", self.way.precision)
         given.setdefault("default_root_dir", str(self.folder))
         given.setdefault("devices", self.way.world)
@@ -218,13 +234,17 @@ class Player:
 
     def fabric(self, **settings: Any) -> Fabric:
         """Return a launched Fabric over all ranks."""
-        how = {"units": {Block}, **self.way.settings, **settings}
-        ours = None if self.is_ddp else lightning_zero.fabric.ZeROStrategy(self.way.strategy, **how)  # type: ignore[arg-type]
+        given = {"units": {Block}, **self.way.settings, **settings}
+        ours = (
+            None if self.is_ddp else lightning_zero.fabric.ZeROStrategy(self.way.strategy, **given)
+        )  # type: ignore[arg-type]
         strategy: Any = ours or self.way.strategy
         precision: Any = self.way.precision
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = Fabric("cpu", devices=self.way.world, strategy=strategy, precision=precision)
+            made = Fabric(
+                accelerator="cpu", devices=self.way.world, strategy=strategy, precision=precision
+            )
         made.launch()
         return made
 
@@ -336,9 +356,9 @@ def play_all(module: str, name: str, world: int, folder: str) -> list[str]:
         except BaseException as error:
             raise RuntimeError("\n".join([f"{name}, {way}: {error}", *found])) from error
         target = expected[way.precision]
-        dtype = DTYPES[way.precision]
+        dtype = case.dtype or DTYPES[way.precision]
         # Gloo sums three ranks' numbers in another order.
-        least = 0 if dtype.itemsize >= 4 and world < 3 else 16
+        least = 0 if world < 3 and (dtype.itemsize >= 4 or case.bits) else 16
         far = differences(trace, target, max(case.ulps, least), dtype)
         found += [f"{way}: {text}" for text in (*problems, *far)]
     return found
@@ -357,7 +377,7 @@ def differences(
             if (value.shape, value.dtype) != (target.shape, target.dtype):
                 yield f"{name} is {value.dtype} {value.shape}, not {target.dtype} {target.shape}"
                 continue
-            narrow = dtype if dtype and dtype.itemsize < 4 and dtype != target.dtype else None
+            narrow = dtype if dtype and dtype.itemsize < target.itemsize else None
             if (distance := distance_in_ulps(value, target, narrow)) > ulps:
                 yield f"{name} is off by {distance:.3g} ulps"
     eps = max(1e-4, 8 * torch.finfo(dtype).eps if dtype else 0.0)

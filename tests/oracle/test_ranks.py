@@ -1,6 +1,5 @@
 """The pool of rank processes: results, failures of every kind, and a fresh start after them."""
 
-import functools
 import os
 import re
 import signal
@@ -112,11 +111,6 @@ def test_each_rank_returns_its_value(ranks: Pools, world_size: int) -> None:
     assert ranks(world_size).run(add_over_ranks, 2.0) == [torch.tensor([expected])] * world_size
 
 
-def test_keywords_and_partials_are_passed_on(pool: Pool) -> None:
-    assert pool.run(add_over_ranks, 1.0, times=10)[0] == 30
-    assert pool.run(functools.partial(add_over_ranks, times=10), 1.0)[1] == 30
-
-
 def test_processes_stay_and_calls_begin_alike(pool: Pool) -> None:
     first, second = pool.run(draw), pool.run(draw)
     assert first == second
@@ -139,16 +133,6 @@ def test_surroundings_are_those_of_a_launched_rank(pool: Pool) -> None:
     ]
 
 
-def test_warning_filters_of_the_project_hold(pool: Pool) -> None:
-    assert pool.run(warn_of_the_future) == [warn_of_the_future()] * 2
-
-
-def test_lightning_trains_on_the_ranks(pool: Pool) -> None:
-    (rank, world, weight), other = pool.run(fit, 2)
-    assert (rank, world) == (0, 2)
-    assert other == (1, 2, weight)
-
-
 def test_failures_of_all_ranks_are_one_error(pool: Pool) -> None:
     with pytest.raises(RankError) as caught:
         pool.run(fail_differently)
@@ -158,12 +142,6 @@ def test_failures_of_all_ranks_are_one_error(pool: Pool) -> None:
         assert f"rank {rank} was here" in message
     assert "fail_differently: ranks 0, 1 of 2 failed" in message
     assert "in _answer" not in message
-
-
-def test_same_failure_is_shown_once(pool: Pool) -> None:
-    with pytest.raises(RankError, match=r"ranks 0, 1 raised(.|\n)*SystemExit: 3") as caught:
-        pool.run(leave)
-    assert str(caught.value).count("SystemExit: 3") == 1
 
 
 def test_assertions_explain_themselves(pool: Pool) -> None:
@@ -206,16 +184,6 @@ def test_death_is_an_answer(pool: Pool) -> None:
 def test_a_collective_too_many_is_the_fault_of_its_own_call(pool: Pool) -> None:
     with pytest.raises(RankError, match="fall_out_of_step returned, but the ranks are out of step"):
         pool.run(fall_out_of_step)
-
-
-def test_result_that_cannot_travel_names_itself(pool: Pool) -> None:
-    with pytest.raises(RankError, match="return_something_local"):
-        pool.run(return_something_local)
-
-
-def test_local_function_is_refused_at_the_door(pool: Pool) -> None:
-    with pytest.raises(TypeError, match="not at the top level of a module"):
-        pool.run(lambda: None)
 
 
 def test_pool_is_fresh_after_a_failure(pool: Pool) -> None:

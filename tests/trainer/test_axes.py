@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_zero import ZeROStrategy, join
+from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Sent
 from tests.oracle.by_trainer import Stop, make_trainer
 from tests.oracle.ranks import Pools
@@ -196,36 +196,6 @@ def _losses(
         model, loader(), ckpt_path=path, weights_only=True
     )
     return model.losses
-
-
-# -- parts that ranks run more often than others ---------------------------------------------------
-
-
-class _Joined(Callback):
-    """Calls the model on some data-parallel ranks more often than on others."""
-
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-        mesh = module.device_mesh
-        rank = dist.get_rank() if mesh is None else mesh["data_parallel"].get_local_rank()
-        with torch.no_grad(), join(module):
-            for number in range(3 * rank + 1):
-                text = torch.arange(LENGTH).add(number).expand(BATCH, -1) % WORDS
-                self.found.append(module(text).square().mean().item())
-
-
-def _joined(folder: str, strategy: dict[str, Any] | None) -> list[float]:
-    callback = _Joined()
-    return [*fit(folder, strategy, callbacks=[callback], max_steps=3)["losses"], *callback.found]
-
-
-def test_data_parallel_ranks_may_run_different_parts(ranks: Pools, tmp_path: Path) -> None:
-    ddp = ranks(2).run(_joined, str(tmp_path), None)
-    cut = {"stage": 3, **CUT}
-    for rank, found in enumerate(ranks(4).run(_joined, str(tmp_path), cut)):
-        assert found == pytest.approx(ddp[rank // 2], rel=5e-5)
 
 
 # -- directories -----------------------------------------------------------------------------------

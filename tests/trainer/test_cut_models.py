@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_zero import MemoryMonitor, load_weights
-from lightning_zero.engine import ActivationOffload
 from lightning_zero.plan import cut_of
-from tests.oracle.device import beside_the_host
 from tests.oracle.ranks import Pools
 from tests.oracle.tensor_parallel import GPT, Block, Model, assert_like_ddp, fit, parallelize
 
@@ -132,35 +128,6 @@ def test_traffic_in_few_bits(ranks: Pools, tmp_path: Path, bits: dict[str, Any])
         assert set(one["copies"]) >= {"net.scale", "net.norm.weight", "net.blocks.0.out.bias"}
         for name, value in one["copies"].items():
             assert torch.equal(value, beside[name]), name
-
-
-# -- activations on the host -----------------------------------------------------------------------
-
-
-def _away(folder: str, strategy: dict[str, Any], **more: Any) -> dict[str, Any]:
-    every_storage = functools.partial(ActivationOffload.of, least_bytes=1)
-    with (
-        beside_the_host() as memories,
-        mock.patch.object(ActivationOffload, "of", every_storage),
-        mock.patch.object(ActivationOffload, "require"),
-    ):
-        found = fit(folder, strategy, **more)
-    return {**found, "crossed": dict(memories.crossed)}
-
-
-@pytest.mark.parametrize(("stage", "by_sequence", "again"), [(3, True, False), (1, False, True)])
-def test_activations_on_the_host(
-    ranks: Pools, tmp_path: Path, stage: int, by_sequence: bool, again: bool
-) -> None:
-    cut = {"stage": stage, "units": {Block}, "activation_checkpointing": again, **CUT}
-    found = ranks(2).run(
-        _away, str(tmp_path), {**cut, "activation_offload": True}, by_sequence=by_sequence
-    )
-    stays = ranks(2).run(_away, str(tmp_path), cut, by_sequence=by_sequence)
-    for one, other in zip(found, stays, strict=True):
-        assert one["losses"] == other["losses"]
-        assert one["crossed"]["up"] == one["crossed"]["down"] > 0
-        assert other["crossed"] == {}
 
 
 # -- optimizers that look at whole parameters ------------------------------------------------------

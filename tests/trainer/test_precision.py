@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero import MemoryMonitor, ZeROPrecision, ZeROStrategy
@@ -21,133 +18,14 @@ from tests.oracle.projects import (
     Regression,
     Run,
     assert_like_ddp,
-    fit,
     make_trainer,
     rows,
     under_all,
 )
 from tests.oracle.ranks import Pools
 
-PRECISIONS = {
-    "64-true": torch.float64,
-    "32-true": torch.float32,
-    "bf16-mixed": torch.bfloat16,
-    "bf16-true": torch.bfloat16,
-    "16-true": torch.float16,
-    "16-mixed": torch.float16,
-}
 
-
-class Noting(Regression):
-    """Notes norms and dtypes of the gradients, replaces them, and notes the loss scale."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(lr=0.05, optimizer=torch.optim.SGD)
-        self.notes: list[Any] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norms = [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
-        self.notes.append([norm if norm < 1e30 else "inf" for norm in norms])
-        for parameter in self.parameters() if hasattr(Tensor, "grad_dtype") else ():
-            self.notes.append(str(parameter.grad.dtype))
-            parameter.grad = parameter.grad * 0.5
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            self.notes.append(
-                scaler.scale if isinstance(scaler.scale, float) else scaler.get_scale()
-            )
-
-
-def _train(strategy: Any, precision: str, case: type[Noting] = Noting, **options: Any) -> Run:
-    module = case()
-    if precision == "16-mixed":
-        # On CPU the Trainer itself would turn this precision into "bf16-mixed".
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
-        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
-    else:
-        options["precision"] = precision
-    run = fit(module, strategy, **{"max_steps": 5, "max_epochs": -1, **options})
-    run.notes = module.notes
-    return run
-
-
-@pytest.mark.parametrize(("precision", "stage"), list(zip(PRECISIONS, cycle((1, 2)), strict=False)))
-def test_precision_is_that_of_ddp(ranks: Pools, precision: str, stage: int) -> None:
-    runs = ranks(2).run(under_all, _train, precision, stages=(stage, 3))
-    assert_like_ddp(runs, dtype=PRECISIONS[precision])
-
-
-class _Overflows(Noting):
-    """In the second and third step one element of one rank's gradient is infinite."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx in (1, 2) and self.global_rank == 1:
-            loss = loss + self.head.bias[5] * float("inf")
-        return loss
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """The norms that are not finite are noted elsewhere."""
-
-
-@pytest.mark.parametrize(("stage", "options"), [(1, {}), (2, {"gradient_clip_val": 0.5})])
-def test_all_ranks_skip_a_step_that_overflows_on_one(
-    ranks: Pools, stage: int, options: Any
-) -> None:
-    stages = (stage, 3)
-    runs = ranks(2).run(under_all, _train, "16-mixed", _Overflows, stages=stages, **options)
-    assert runs[0]["ddp"].notes == [1024.0, 512.0, 256.0, 256.0, 256.0]
-    assert_like_ddp(runs, dtype=torch.float16)
-
-
-class _OwnClipping(Noting):
-    """Clips the head by value, then everything as it is told."""
-
-    def configure_gradient_clipping(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
-        assert gradient_clip_val == 0.05
-        torch.nn.utils.clip_grad_value_(self.head.parameters(), 0.01)
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.notes.append([float(p.grad.norm()) for p in self.parameters()])
-
-
-class _ClipsMainParameters(Noting):
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        parameters = list(self.trainer.precision_plugin.main_params(optimizer))
-        self.notes.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.1)))
-        self.notes.append([float(p.grad.norm()) for p in self.parameters()])
-
-
-@pytest.mark.parametrize(("precision", "stages"), [("32-true", (1, 3)), ("16-mixed", (2,))])
-def test_clipping_is_that_of_ddp(ranks: Pools, precision: str, stages: Sequence[int]) -> None:
-    runs = ranks(3).run(_clip_in_every_way, precision, stages)
-    assert_like_ddp(runs, dtype=PRECISIONS[precision])
-
-
-def _clip_in_every_way(precision: str, stages: Sequence[int]) -> dict[Any, Run]:
-    def clip(strategy: Any) -> Run:
-        notes = []
-        for options in (
-            {"gradient_clip_val": 0.1},
-            {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
-            {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
-            {"gradient_clip_val": 0.05, "case": _OwnClipping},
-            {"case": _ClipsMainParameters},
-        ):
-            run = _train(strategy, precision, **{"max_steps": 2, **options})
-            notes.append([run.notes, run.params])
-        return Run({}, notes=notes)
-
-    return under_all(clip, stages=stages)
-
-
-class _Looks(Noting):
+class _Looks(Regression):
     """Notes the dtypes of a weight and of its piece."""
 
     def on_after_backward(self) -> None:
@@ -258,53 +136,6 @@ def test_states_made_in_a_constructor_are_those_of_ddp(
             assert run.notes[0] == each[0]["ddp"].notes[0]
 
 
-class Growing(Regression):
-    """Trains its head too from the second step on."""
-
-    def __init__(self, *, by_hand: bool) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        self.automatic_optimization = not by_hand
-        self.head.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), self.lr)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.head.requires_grad_(True)
-            self.trainer.optimizers[0].add_param_group({"params": [*self.head.parameters()]})
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            self.manual_backward(loss)
-            kinds = ("norm", "value")
-            self.clip_gradients(optimizer, 0.01, gradient_clip_algorithm=kinds[batch_idx % 2])
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
-
-
-def _grow(strategy: Any, precision: str, by_hand: bool) -> Run:
-    how: dict[str, Any] = {"precision": precision}
-    if precision == "16-mixed":  # by the name alone it is bf16 on CPUs
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        how = {"plugins": [MixedPrecision(precision, "cpu", scaler)]}
-    return fit(Growing(by_hand=by_hand), strategy, max_steps=3, **how)
-
-
-@pytest.mark.parametrize(
-    ("precision", "by_hand", "stage"), [("16-mixed", False, 1), ("32-true", True, 2)]
-)
-def test_gradients_of_parameters_that_are_added_are_unscaled_and_clipped(
-    ranks: Pools, precision: str, by_hand: bool, stage: int
-) -> None:
-    """On one rank: DDP averages none of what was frozen when it began."""
-    runs = ranks(1).run(under_all, _grow, precision, by_hand, stages=(stage, 3))
-    assert_like_ddp(runs, dtype=PRECISIONS[precision])
-
-
 def test_plugin_of_the_strategy_is_kept() -> None:
     plugin = ZeROPrecision("16-mixed", scaler=LossScaler(init_scale=8.0))
     trainer = Trainer(
@@ -313,14 +144,6 @@ def test_plugin_of_the_strategy_is_kept() -> None:
     assert trainer.precision_plugin is plugin
     assert trainer.precision == "16-mixed"
     assert trainer.precision_plugin.state_dict()["scale"] == 8.0
-
-
-def test_foreign_precision_is_refused() -> None:
-    class Odd(Precision):
-        """A plugin that ZeRO knows nothing of."""
-
-    with pytest.raises(TypeError, match=r"precision plugin Odd. Use Trainer\(precision="):
-        ZeROStrategy(precision_plugin=Odd())
 
 
 def test_scaler_reads_that_of_torch() -> None:

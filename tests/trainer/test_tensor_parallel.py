@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import fsspec
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -29,14 +25,12 @@ from lightning_zero import (
     estimate,
     gathered,
     grad_norm,
-    load_weights,
 )
 from lightning_zero.fabric import ZeROStrategy as FabricStrategy
 from tests.oracle.by_trainer import make_trainer
 from tests.oracle.ranks import Pools
 from tests.oracle.tensor_parallel import (
     GPT,
-    LENGTH,
     Model,
     assert_like_ddp,
     fit,
@@ -152,97 +146,6 @@ def test_ranks_of_a_group_count_once(ranks: Pools, tmp_path: Path) -> None:
     assert not any(one["is left"] for one in found)
 
 
-class Reading(Model):
-    """Computes with what it saves when a batch has ended."""
-
-    path = ""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.trainer.save_checkpoint(self.path)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        values = checkpoint["state_dict"]
-        checkpoint["doubled"] = {name: value * 2 for name, value in values.items()}
-
-
-class Own(TorchCheckpointIO):
-    """Writes whole tensors."""
-
-
-STREAM = "memory://stream"  # written by rank 0, which the others send their parts
-
-
-def _saved_by_reader(folder: str) -> None:
-    for path, plugins in ((f"{folder}/file", []), (f"{folder}/own", [Own()]), (STREAM, [])):
-        # A shard of each unit ends within its weight.
-        strategy = ZeROStrategy(3, units={nn.Linear}, tensor_parallel_size=2)
-        options = {"max_steps": 1, "plugins": plugins, "enable_checkpointing": False}
-        module = Reading()
-        module.path = path
-        make_trainer(4, strategy, folder, **options).fit(module, loader())
-    if dist.get_rank() == 0:
-        fsspec.get_fs_token_paths(STREAM)[0].get(STREAM, f"{folder}/stream")
-
-
-def test_what_is_read_before_it_is_saved_is_in_order(ranks: Pools, tmp_path: Path) -> None:
-    """Consecutive ranks have parts of parameters, not consecutive parts."""
-    ranks(4).run(_saved_by_reader, str(tmp_path))
-    expected = torch.load(tmp_path / "file")["state_dict"]
-    for found in (torch.load(tmp_path / name) for name in ("file", "own", "stream")):
-        for name, value in expected.items():
-            assert torch.equal(found["doubled"][name], 2 * value), name
-            assert torch.equal(found["state_dict"][name], value), name
-
-
-def _from_another_model(folder: str, strategy: dict[str, Any], path: str) -> str:
-    try:
-        fit(folder, strategy, path)
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_tensor_of_the_shape_of_a_part_is_no_part(
-    ranks: Pools, tmp_path: Path, plain: tuple[str, Any, Any]
-) -> None:
-    """It is of a smaller model; code between steps may load parts."""
-    state = torch.load(plain[0])
-    state["state_dict"]["net.head.weight"] = state["state_dict"]["net.head.weight"][:12]
-    torch.save(state, path := str(tmp_path / "smaller.ckpt"))
-    for told in ranks(2).run(_from_another_model, str(tmp_path), {"stage": 3, **CUT}, path):
-        assert "size mismatch for net.head.weight: its shape is (12, 16) in the" in told
-
-
-def _twice(folder: str, strategy: dict[str, Any] | None) -> dict[str, Any]:
-    """Two runs of one module, and what can be done after them."""
-    model = Model()
-    for _ in range(2):
-        chosen: Any = "ddp" if strategy is None else ZeROStrategy(**strategy)
-        trainer = make_trainer(dist.get_world_size(), chosen, folder, max_steps=2)
-        trainer.fit(model, loader())
-    path = f"{folder}/{strategy is None}.ckpt"
-    trainer.save_checkpoint(path)
-    with torch.no_grad():
-        after = model(torch.arange(LENGTH).expand(2, -1)).sum().item()
-    validated = trainer.validate(model, loader())[0]["val"]
-    dist.barrier()
-    saved = torch.load(path)
-    states = saved["optimizer_states"][0]["state"]
-    return {
-        "losses": [*model.losses, after, validated],
-        "weights": weights_of(model),
-        "saved": [*saved["state_dict"].values(), *(one["exp_avg"] for one in states.values())],
-    }
-
-
-def test_a_module_is_cut_after_a_run_as_before(ranks: Pools, tmp_path: Path) -> None:
-    # One data-parallel rank: nothing is sharded but over the tensor-parallel ranks.
-    whole = ranks(1).run(_twice, str(tmp_path), None)
-    found = ranks(2).run(_twice, str(tmp_path), {"stage": 3, **CUT})
-    assert_like_ddp(found, whole, 5e-5)
-    torch.testing.assert_close(found[0]["saved"], whole[0]["saved"], rtol=5e-5, atol=5e-5)
-
-
 class _Unseeded(Model):
     """A model whose ranks begin with other values, and drop at random."""
 
@@ -272,40 +175,6 @@ def test_ranks_of_a_group_begin_alike_and_drop_alike(ranks: Pools, tmp_path: Pat
             assert torch.equal(one["copies"][name], value), name
         for name, value in found[0]["weights"].items():
             assert torch.equal(one["weights"][name], value), name
-
-
-def _pretrained(folder: str, strategy: dict[str, Any] | None, path: str) -> dict[str, Any]:
-    class Load(Callback):
-        def on_fit_start(self, trainer: Any, module: Any) -> None:
-            if strategy is None:
-                module.load_state_dict(torch.load(path)["state_dict"])
-            else:
-                load_weights(module, path)
-
-    return fit(folder, strategy, callbacks=[Load()], max_steps=2)
-
-
-def test_pretrained_weights_and_activation_checkpointing(
-    ranks: Pools, tmp_path: Path, plain: tuple[str, Any, Any]
-) -> None:
-    path, *_ = plain
-    ddp = ranks(2).run(_pretrained, str(tmp_path), None, path)
-    cut = {"stage": 3, "activation_checkpointing": True, **CUT}
-    assert_like_ddp(ranks(4).run(_pretrained, str(tmp_path), cut, path), ddp, 5e-5)
-
-
-def test_four_data_parallel_ranks_and_one_resume_from_a_cut_file(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "cut.ckpt")
-    ranks(4).run(fit, str(tmp_path), {"stage": 3, **CUT, "tensor_parallel_size": 4}, save=path)
-    for world in (1, 4):
-        ddp = ranks(world).run(fit, str(tmp_path), None, path)
-        found = ranks(world).run(fit, str(tmp_path), {"stage": 3, "min_num_params": 0}, path)
-        assert_like_ddp(found, ddp, 2e-5)
-
-
-_BIASES_OF_ROWS = [f"net.blocks.{n}.{name}.bias" for n in range(2) for name in ("out", "down")]
 
 
 _FOUND = ("norms", "read", "told", "held")
@@ -388,11 +257,6 @@ def test_weights_and_gradients_between_steps(ranks: Pools, tmp_path: Path, stage
         assert one["norms"] == pytest.approx(ddp[0]["norms"], rel=1e-4)
         assert one["read"] == pytest.approx(ddp[0]["read"], rel=1e-3)
         assert one["told"].count("its memory has been released") == (2 if stage == 3 else 0)
-    for name, value in found[0]["weights"].items():
-        held = [one["held"][name] for one in found]
-        is_cut = "norm" not in name and name not in ("net.scale", *_BIASES_OF_ROWS)
-        copies = 1 if is_cut else 2
-        assert sum(held[::2]) == sum(held[1::2]) == value.numel() * copies / 2, name
 
 
 _FILES: dict[str, Any] = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
@@ -417,34 +281,6 @@ def test_other_settings_beside_it(
             assert torch.equal(value, found[0]["weights"][name]), name
     assert_like_ddp(ranks(4).run(fit, str(tmp_path), cut, ours), resumed, 2e-5)
     assert_like_ddp(ranks(2).run(fit, str(tmp_path), {"stage": 2}, ours), resumed, 2e-5)
-
-
-def test_stochastic_rounding_keeps_copies_alike(ranks: Pools, tmp_path: Path) -> None:
-    cut = {**CUT, "stage": 3, "stochastic_rounding": True}
-    more = {"precision": "bf16-true"}
-    found = ranks(4).run(_rounded, str(tmp_path), cut, **more)
-    ddp = ranks(2).run(fit, str(tmp_path), None, **more)
-    for rank, one in enumerate(found):
-        assert one["losses"] == pytest.approx(ddp[rank // 2]["losses"], rel=0.02)
-        assert one["copies"] == found[rank // 2 * 2]["copies"]
-
-
-class _Copies(Callback):
-    """Keeps this rank's pieces of parameters that are not cut, before the module is whole again."""
-
-    def __init__(self) -> None:
-        self.pieces: dict[str, list[float]] = {}
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        for piece in trainer.strategy.engine.sharded.pieces:
-            if "norm" in (name := piece.range.slot.name):
-                self.pieces[name] = piece.data.float().tolist()
-
-
-def _rounded(folder: str, strategy: dict[str, Any], **more: Any) -> dict[str, Any]:
-    copies = _Copies()
-    losses = fit(folder, strategy, callbacks=[copies], **more)["losses"]
-    return {"losses": losses, "copies": copies.pieces}
 
 
 def _monitored(folder: str, strategy: dict[str, Any]) -> Any:
@@ -519,25 +355,6 @@ def test_ranks_of_a_node_or_a_number_are_one_group() -> None:
     division = ZeROStrategy(tensor_parallel_size=2, shard="node").settings.division(8, 4)
     assert (division["tensor_size"], division["num_shards"]) == (2, 2)
     assert ZeROStrategy().settings.division(8, 4)["tensor_size"] == 1
-
-
-def _on_two_nodes(folder: str) -> dict[str, Any]:
-    node, local = map(str, divmod(dist.get_rank(), 2))
-    cut = {**CUT, "stage": 3, "tensor_parallel_size": "node"}
-    with mock.patch.dict(os.environ, NODE_RANK=node, LOCAL_RANK=local):
-        return fit(folder, cut, devices=2, num_nodes=2)
-
-
-def test_each_of_two_nodes_is_a_group(ranks: Pools, tmp_path: Path) -> None:
-    ddp = ranks(2).run(fit, str(tmp_path), None)
-    assert_like_ddp(ranks(4).run(_on_two_nodes, str(tmp_path)), ddp, 2e-5)
-
-
-@pytest.mark.slow
-def test_two_copies_of_two_shards_of_two_parts(ranks: Pools, tmp_path: Path) -> None:
-    ddp = ranks(4).run(fit, str(tmp_path), None)
-    cut = {"stage": 3, "shard": 2, **CUT}
-    assert_like_ddp(ranks(8).run(fit, str(tmp_path), cut, timeout=300), ddp, 2e-5)
 
 
 def test_other_users_of_the_settings_refuse_them() -> None:

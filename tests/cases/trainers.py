@@ -1,4 +1,4 @@
-"""What users do with a Trainer and its parts gives what it gives under DDP."""
+"""What users do with a Trainer and its parts: hooks of their own, copies, patches, files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uuid
 import warnings
 import zlib
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,45 +19,53 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning, Timer, TQDMProgressBar
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    LearningRateMonitor,
+    Timer,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lightning_zero import ZeROStrategy
-from tests.oracle.by_trainer import Model, Rows, make_trainer, strategy_of, world
-from tests.oracle.ranks import Pools
+from tests.oracle.by_trainer import Model, Rows
+from tests.oracle.play import Player, case, widen
+from tests.oracle.projects import Trace
 
 
-def trainer_of(name: str, **options: Any) -> Any:
-    options = {"max_steps": 2, "enable_checkpointing": False, **options}
-    return make_trainer(world(), strategy_of(name), "/nowhere", **options)
+def trainer_of(play: Player, **options: Any) -> Any:
+    options = {"max_steps": 2, "max_epochs": None, "use_distributed_sampler": False, **options}
+    return play.trainer(strategy=play.strategy(units="auto"), **options)
 
 
-def fit(name: str, module: Any, ckpt_path: str | None = None, **options: Any) -> Any:
-    trainer = trainer_of(name, **options)
+def fit(play: Player, module: Any, ckpt_path: str | None = None, **options: Any) -> Any:
+    trainer = trainer_of(play, **options)
     trainer.fit(module, Rows(), ckpt_path=ckpt_path)
     return trainer
 
 
-def saved(name: str, module: Any, path: str, **options: Any) -> Any:
-    trainer = fit(name, module, **options)
+def saved(play: Player, module: Any, path: str, **options: Any) -> Any:
+    trainer = fit(play, module, **options)
     trainer.save_checkpoint(path)
     return trainer
 
 
-def use_a_trainer_before_it_is_set_up(name: str, path: str) -> Any:
+def use_a_trainer_before_it_is_set_up(play: Player, path: str) -> Any:
     torch.manual_seed(0)
     module, other = Model(), Model()
-    trainer = trainer_of(name)
+    trainer = trainer_of(play)
     trainer.strategy.connect(module)
     trainer.save_checkpoint(path)
-    trainer = trainer_of(name)
+    trainer = trainer_of(play)
     trainer.strategy.connect(other)
     trainer._checkpoint_connector.resume_start(path)
     trainer._checkpoint_connector.restore_model()
+    fit(play, other)
     return sorted(torch.load(path, weights_only=True)), [
         float((a - b).detach().abs().sum())
         for a, b in zip(module.parameters(), other.parameters(), strict=True)
@@ -69,10 +77,10 @@ class Unoptimized(Model):
         return None
 
 
-def train_without_an_optimizer(name: str, path: str) -> Any:
-    saved(name, Unoptimized(), path)
+def train_without_an_optimizer(play: Player, path: str) -> Any:
+    saved(play, Unoptimized(), path)
     states = torch.load(path, weights_only=True)["optimizer_states"]
-    trainer = fit(name, Unoptimized(), path, max_steps=-1, max_epochs=2)
+    trainer = fit(play, Unoptimized(), path, max_steps=-1, max_epochs=2)
     return states, trainer.global_step, trainer.current_epoch
 
 
@@ -103,14 +111,14 @@ class Counting(Model):
         return Counted(self.parameters())
 
 
-def count_an_optimizers_calls(name: str, path: str) -> Any:
-    trainer = saved(name, Counting(), path, max_steps=3, accumulate_grad_batches=2)
+def count_an_optimizers_calls(play: Player, path: str) -> Any:
+    trainer = saved(play, Counting(), path, max_steps=3, accumulate_grad_batches=2)
     return trainer.optimizers[0].calls
 
 
-def copy_a_trainer(name: str, path: str) -> Any:
+def copy_a_trainer(play: Player, path: str) -> Any:
     bar, module = TQDMProgressBar(refresh_rate=0), Model()
-    trainer = fit(name, module, callbacks=[bar], enable_progress_bar=True)
+    trainer = fit(play, module, callbacks=[bar], enable_progress_bar=True)
     assert module.trainer is trainer
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, for what Lightning pickles
@@ -123,11 +131,11 @@ class Stateful(Callback):
         return {"x": 1}
 
 
-def resume_with_other_callbacks(name: str, path: str) -> Any:
-    saved(name, Model(), path, callbacks=[Stateful()])
+def resume_with_other_callbacks(play: Player, path: str) -> Any:
+    saved(play, Model(), path, callbacks=[Stateful()])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = fit(name, Model(), path, callbacks=[Timer()], max_steps=4)
+        trainer = fit(play, Model(), path, callbacks=[Timer()], max_steps=4)
     return trainer.global_step, [str(w.message) for w in caught if "callbacks" in str(w.message)]
 
 
@@ -169,16 +177,16 @@ class Renaming(Model):
         return float(self.net(batch[0][:, :-1]).sum())
 
 
-def load_in_a_way_of_ones_own(name: str, path: str) -> Any:
+def load_in_a_way_of_ones_own(play: Player, path: str) -> Any:
     torch.manual_seed(0)
-    saved(name, Renaming(), path)
+    saved(play, Renaming(), path)
     found = []
     torch.manual_seed(1)
     resumed = Renaming()
-    fit(name, resumed, path, max_steps=4)
+    fit(play, resumed, path, max_steps=4)
     modules = {"validate": Renaming(), "test": Renaming(), "predict": Renaming()}
     for call, module in modules.items():
-        result = getattr(trainer_of(name), call)(module, Rows(), ckpt_path=path)
+        result = getattr(trainer_of(play), call)(module, Rows(), ckpt_path=path)
         found.append([round(value, 4) for value in result] if call == "predict" else ())
     for module in (resumed, *modules.values()):
         sums = [float(p.detach().sum()) for p in (*module.parameters(), module.scale)]
@@ -201,14 +209,14 @@ class LoadsStates(Model):
             self.trainer.optimizers[0].load_state_dict(self.states)
 
 
-def load_an_optimizers_states(name: str, path: str) -> Any:
+def load_an_optimizers_states(play: Player, path: str) -> Any:
     found = []
     for make in (torch.optim.Adam, torch.optim.Adafactor):  # by element, and by owner
         torch.manual_seed(0)
-        saved("ddp", LoadsStates(make), path)
+        saved(play, LoadsStates(make), path)
         states = torch.load(path, weights_only=False)["optimizer_states"][0]
         module = LoadsStates(make, states)
-        fit(name, module)
+        fit(play, module)
         found.append([round(float(p.detach().abs().sum()), 4) for p in module.parameters()])
     return found
 
@@ -227,13 +235,13 @@ class Finetuned(Model):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad])
 
 
-def resume_finetuning(name: str, path: str) -> Any:
+def resume_finetuning(play: Player, path: str) -> Any:
     epochs = {"limit_train_batches": 2, "max_steps": -1}
-    saved(name, Finetuned(), path, callbacks=[Finetuning()], max_epochs=2, **epochs)
+    saved(play, Finetuned(), path, callbacks=[Finetuning()], max_epochs=2, **epochs)
     # A module whose optimizer has all parameters, so that the callback repeats some.
     sizes = []
     for module in (Finetuned(), Model()):
-        trainer = fit(name, module, path, callbacks=[Finetuning()], max_epochs=3, **epochs)
+        trainer = fit(play, module, path, callbacks=[Finetuning()], max_epochs=3, **epochs)
         sizes.append([len(group["params"]) for group in trainer.optimizers[0].param_groups])
     return sizes
 
@@ -246,10 +254,10 @@ class Unmonitored(Model):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
-def warn_of_a_scheduler(name: str, path: str) -> Any:
+def warn_of_a_scheduler(play: Player, path: str) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(name, Unmonitored(), max_steps=-1, max_epochs=1, limit_train_batches=1)
+        fit(play, Unmonitored(), max_steps=-1, max_epochs=1, limit_train_batches=1)
     return [str(w.message) for w in caught if "ReduceLROnPlateau" in str(w.message)]
 
 
@@ -259,24 +267,24 @@ class OptionsIO(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path)
 
 
-def give_storage_options(name: str, path: str) -> Any:
+def give_storage_options(play: Player, path: str) -> Any:
     plugin = OptionsIO()
-    trainer = fit(name, Model(), plugins=[plugin])
+    trainer = fit(play, Model(), plugins=[plugin])
     trainer.save_checkpoint(path, storage_options={"a": 1})
     return getattr(plugin, "options", None)
 
 
-def name_a_missing_checkpoint(name: str, path: str) -> Any:
+def name_a_missing_checkpoint(play: Player, path: str) -> Any:
     told = []
     for call in ("fit", "validate", "test"):
         try:
-            getattr(trainer_of(name), call)(Model(), Rows(), ckpt_path=f"{path}.nothing")
+            getattr(trainer_of(play), call)(Model(), Rows(), ckpt_path=f"{path}.nothing")
         except FileNotFoundError as error:
             told.append(f"Checkpoint file not found: {path}.nothing" in str(error))
     return told
 
 
-def replace_clipping(name: str, path: str) -> Any:
+def replace_clipping(play: Player, path: str) -> Any:
     calls: list[str] = []
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,7 +301,7 @@ def replace_clipping(name: str, path: str) -> Any:
         for algorithm in ("norm", "value"):
             torch.manual_seed(0)
             module = Model()
-            fit(name, module, gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
+            fit(play, module, gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
             losses.append([round(loss, 4) for loss in module.losses])
     return calls, losses
 
@@ -306,10 +314,10 @@ class Looking(Model):
         self.seen = plugin.precision, plugin.device, plugin.scaler.get_scale()
 
 
-def look_at_the_precision(name: str, path: str) -> Any:
+def look_at_the_precision(play: Player, path: str) -> Any:
     module = Looking()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    fit(name, module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    fit(play, module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
     return module.seen
 
 
@@ -338,7 +346,7 @@ class Seeded(Model):
     setup = on_fit_start = on_train_start = on_train_batch_end = on_fit_end = note
 
 
-def patch_clocks_and_generators(name: str, path: str) -> Any:
+def patch_clocks_and_generators(play: Player, path: str) -> Any:
     """Nothing of ours reads them by the names that are patched, or changes a global generator."""
     callers: list[str] = []
 
@@ -358,116 +366,124 @@ def patch_clocks_and_generators(name: str, path: str) -> Any:
             for each in names:
                 patch.setattr(owner, each, noted(getattr(owner, each)))
         module.note()
-        fit(name, module)
-        if name != "ddp":
-            folder = str(Path(path).parent)
-            files: dict[str, Any] = {"offload_optimizer": "nvme", "offload_path": folder}
-            options: dict[str, Any] = {"max_steps": 2, "enable_checkpointing": False}
-            strategy = ZeROStrategy(int(name[-1]), **files)
-            trainer = make_trainer(world(), strategy, "/nowhere", **options)
-            trainer.fit(Model(), Rows())
-            trainer.save_checkpoint(path)
-    return [True, callers, module.states]
+        fit(play, module)
+    return callers, module.states
 
 
-def patch_the_clock(name: str, path: str) -> Any:
+def patch_the_clock(play: Player, path: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "monotonic", iter([0.0, 1.0]).__next__)  # for a Timer, say
-        return fit(name, Model()).global_step
+        return fit(play, Model()).global_step
 
 
-class Bare(LightningModule):
-    """No parameters, and nothing to train."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("total", batch[0].sum(), sync_dist=True)
-
-    test_step = validation_step
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return batch[0].sum().item()
-
-
-def use_a_module_without_parameters(name: str, path: str) -> Any:
-    trainer, data = trainer_of(name), DataLoader(torch.arange(8.0).view(8, 1), batch_size=2)
-    totals = [run(Bare(), data, verbose=False) for run in (trainer.validate, trainer.test)]
-    return totals, trainer.predict(Bare(), data)
-
-
-class Gated(torch.autograd.Function):
-    """Scales values; the scale gets a gradient only on request."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, scale: Tensor, has_grad: bool) -> Tensor:
-        ctx.save_for_backward(values, scale)
-        ctx.has_grad = has_grad
-        return values * scale
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        values, scale = ctx.saved_tensors
-        return grad * scale, (grad * values).sum(0) if ctx.has_grad else None, None
-
-
-class Sometimes(LightningModule):
-    """Steps in which all ranks have a gradient for the scale, one has, and none has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.scale = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        has_grad = index == 0 or (index == 1 and self.global_rank == 0)
-        values = self.first(batch[0][:, :4] / 8.0)
-        return Gated.apply(values, self.scale, has_grad).pow(2).sum()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.5, weight_decay=0.5)
-
-
-def return_no_gradient(name: str, path: str) -> Any:
-    found = []
-    for accumulate in (1, 2):
-        module = Sometimes()
-        fit(name, module, max_steps=3, accumulate_grad_batches=accumulate)
-        found += module.scale.tolist()
-    return found
-
-
-BOTH = ("zero1", "zero3")
-"""Where weights are whole, and where they come and go."""
-CASES = {
-    return_no_gradient: BOTH,
-    use_a_module_without_parameters: BOTH,
-    use_a_trainer_before_it_is_set_up: BOTH,
-    train_without_an_optimizer: ("zero1",),
-    count_an_optimizers_calls: ("zero3",),
-    copy_a_trainer: ("zero3",),
-    resume_with_other_callbacks: ("zero1",),
-    load_in_a_way_of_ones_own: BOTH,
-    load_an_optimizers_states: ("zero3",),
-    resume_finetuning: BOTH,
-    warn_of_a_scheduler: ("zero1",),
-    give_storage_options: ("zero3",),
-    name_a_missing_checkpoint: ("zero1",),
-    replace_clipping: BOTH,
-    look_at_the_precision: ("zero1",),
-    patch_the_clock: ("zero3",),
-    patch_clocks_and_generators: ("zero3",),
+USES: dict[Callable[[Player, str], Any], dict[str, Any]] = {
+    use_a_trainer_before_it_is_set_up: {},
+    train_without_an_optimizer: {"stages": (1,)},
+    count_an_optimizers_calls: {"stages": (3,)},
+    copy_a_trainer: {"stages": (3,)},
+    resume_with_other_callbacks: {"stages": (1,)},
+    load_in_a_way_of_ones_own: {},
+    load_an_optimizers_states: {"stages": (3,)},
+    resume_finetuning: {},
+    warn_of_a_scheduler: {"stages": (1,)},
+    give_storage_options: {"stages": (3,)},
+    name_a_missing_checkpoint: {"stages": (1,)},
+    replace_clipping: {},
+    look_at_the_precision: {"stages": (1,)},
+    patch_the_clock: {"stages": (3,)},
+    patch_clocks_and_generators: {"stages": (3,)},
 }
 
 
-def under_each(case: Callable[[str, str], Any], folder: str) -> list[Any]:
-    return [case(name, f"{folder}/{name}.ckpt") for name in ("ddp", *CASES[case])]
+def used(use: Callable[[Player, str], Any], play: Player) -> Trace:
+    return Trace({}, notes=use(play, str(play.folder / "saved.ckpt")))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_trainer_is_used_as_under_ddp(
-    ranks: Pools, tmp_path: Path, case: Callable[[str, str], Any]
-) -> None:
-    results = ranks(2).run(under_each, case, str(tmp_path))
-    assert results[0][0]  # the other ranks neither warn nor save
-    for expected, *others in results:
-        for found in others:
-            assert found == expected
+for use, how in USES.items():
+    case("trainer", name=use.__name__, loop=partial(used, use), **how)
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+HOOKS = (
+    "setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_validation_start",
+    "on_validation_batch_end", "on_train_epoch_end", "on_save_checkpoint", "on_train_end", "on_fit_end", "teardown",
+)  # fmt: skip
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+}
+
+
+FAILED: set[str] = set()
+"""What DDP cannot copy where."""
+
+
+class Copier(Callback):
+    """Copies everything in each hook, once, and notes values of the copies."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"found": dict.fromkeys(HOOKS)}
+
+    def copy_all(self, hook: str, trainer: Trainer, module: Any) -> None:
+        if any(key.startswith(f"{hook},") for key in self.found) or hook in self.found:
+            return
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        things: dict[str, Any] = {
+            "trainer": trainer, "strategy": trainer.strategy, "callbacks": callbacks, "module": module,
+            "loggers": trainer.loggers, "optimizers": trainer.optimizers,
+            "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
+        }  # fmt: skip
+        if hook in ("on_fit_end", "teardown"):  # an optimizer whose run has ended is refused
+            del things["optimizers"], things["schedulers"]
+        for name, thing in things.items():
+            for way, do in WAYS.items():
+                place = f"{hook}, {name}, {way}"
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    try:
+                        self.found[place] = values_of(name, do, thing)
+                    except Exception:
+                        if isinstance(trainer.strategy, ZeROStrategy) and place not in FAILED:
+                            raise
+                        FAILED.add(place)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name not in HOOKS:
+            return super().__getattribute__(name)
+        return lambda trainer, module, *_, **__: self.copy_all(name, trainer, module)
+
+
+def values_of(name: str, do: Callable[[Any], Any], thing: Any) -> Any:
+    """Return what is compared of a copy."""
+    copied = do(thing)
+    if name == "module":
+        return [p.detach().clone() for p in copied.parameters()]
+    if name == "optimizers":
+        return [optimizer.state_dict() for optimizer in copied]
+    if name == "schedulers":
+        return [(s.state_dict(), s.optimizer.state_dict()["param_groups"]) for s in copied]
+    if name != "callbacks":
+        return type(copied) is type(thing)
+    average = next(each for each in copied if isinstance(each, WeightAveraging))._average_model
+    return None if average is None else [p.detach().clone() for p in average.parameters()]
+
+
+@case("trainer")
+def copies_at_any_moment(play: Player) -> Trace:
+    """Deep copies and pickles of a Trainer and its parts."""
+    copier, module = Copier(), Model()
+    callbacks = [copier, LearningRateMonitor(), WeightAveraging(), Timer(), Finetuning()]
+    how: dict[str, Any] = {"val_check_interval": 2, "limit_val_batches": 1, "max_steps": 3}
+    trainer = trainer_of(play, callbacks=callbacks, logger=CSVLogger(play.folder), **how)
+    trainer.fit(module, Rows(), Rows())
+    found = {place: value for place, value in copier.found.items() if place not in FAILED}
+    assert len(found) > 100
+    return Trace({}, notes=found)
+
+
+widen("count_an_optimizers_calls")

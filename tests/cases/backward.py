@@ -1,0 +1,484 @@
+"""Backward in all its forms: what autograd saves, several passes, aliases, ends of units.
+
+The averaged gradients of a plain loop over the engine are those of plain torch; the module zoo of
+`tests/oracle/models.py`, which `tests/engine/test_parity.py` trains, has the more usual ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero import full_grad
+from tests.oracle.models import Block
+from tests.oracle.play import Player, case, widen
+from tests.oracle.projects import Trace
+from tests.oracle.sharded import shard
+from tests.oracle.stack import Stack, build, rows, square
+
+How = Callable[[nn.Module, Tensor], Any]
+"""Runs forward and backward of a model on one rank's rows."""
+
+
+def backward(make: Callable[[], nn.Module], how: How, steps: int, play: Player) -> Trace:
+    """Sum gradients of steps: of all ranks by plain torch, or by the engine."""
+    if not play.is_ddp:
+        engine = shard(build(make), stage=play.way.strategy, **play.way.settings)  # type: ignore[arg-type]
+        for step in range(steps):
+            how(engine.module, rows(play.rank, step))
+            assert engine.sharded.memory()["gathered"] == 0
+        grads = {name: full_grad(p) for name, p in engine.module.named_parameters()}
+        found = {name: grad.clone() for name, grad in grads.items() if grad is not None}
+        engine.close()
+        return Trace(found)
+    total: dict[str, Tensor] = {}
+    for step, rank in itertools.product(range(steps), range(play.way.world)):
+        model = build(make)
+        how(model, rows(rank, step))
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                more = parameter.grad / play.way.world
+                total[name] = total[name] + more if name in total else more
+    return Trace({n: total[n] for n, _ in build(make).named_parameters() if n in total})
+
+
+def of(loss: Callable[[nn.Module, Tensor], Tensor] = square) -> How:
+    """The ordinary way: a loss and its backward."""
+    return lambda model, x: loss(model, x).backward()
+
+
+# ------------------------------------------------------------------------- kinds of saved tensors
+
+
+def unit(inner: Callable[[], nn.Module], reshape: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
+    """A model with `inner` as a unit between two linears."""
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.ModuleList([nn.Linear(6, 6)])
+            self.inner = nn.ModuleList([inner()])
+            self.last = nn.ModuleList([nn.Linear(6, 6)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner[0](reshape(self.first[0](x)))
+            y = y[0] if isinstance(y, tuple) else y
+            return self.last[0](y.reshape(-1, 6))
+
+    return Between
+
+
+class Layer(nn.Module):
+    """A block that may look at an encoder's output, and hands a bias on to those after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.look = nn.Linear(6, 6)
+
+    def forward(
+        self, x: Tensor, bias: Tensor | None = None, *, encoded: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        y = self.look(x if encoded is None else encoded)
+        bias = y.mean(0) if bias is None else bias
+        return x + torch.tanh(self.linear(x) + y + bias), bias
+
+
+class Translator(nn.Module):
+    """As T5: every layer of the decoder is given the encoder's output, and the first's bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.encoder = nn.ModuleList([Layer() for _ in range(3)])
+        self.decoder = nn.ModuleList([Layer() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        encoded, bias = self.stem(x), None
+        for layer in self.encoder:
+            encoded, bias = layer(encoded, bias)
+        x, bias = self.stem(x.flip(0)), None
+        for layer in self.decoder:
+            x, bias = layer(x, bias, encoded=encoded)
+        return x
+
+
+class Truncated(nn.Module):
+    """Units that cut what they are given off the graph, as recurrent ones do."""
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+            h, c = state
+            return self.linear(x) * h.detach_() + c
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([self.Unit() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, (self.stem(x), self.stem(x) * 2))
+        return x
+
+
+class Forces(nn.Module):
+    """A unit that differentiates one of its inputs by the other."""
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, energy: Tensor, position: Tensor) -> Tensor:
+            (force,) = torch.autograd.grad(energy.sum(), position, create_graph=True)
+            return self.linear(position) * force
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([self.Unit() for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            position = self.stem(x)
+            x = block(position**3, position)
+        return x
+
+
+class TwoInPlace(nn.Module):
+    """Units that change one of two inputs in place, which are one tensor to some."""
+
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, pair: tuple[Tensor, Tensor], kept: list[Tensor]) -> Tensor:
+            x, y = pair
+            kept.append(self.linear(y) if y is not x else y)
+            x += kept[-1]
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.units = nn.ModuleList([self.Unit() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y, kept = self.stem(x), torch.tanh(self.stem(x)), list[Tensor]()
+        for unit in self.units:
+            x = unit((x, y), kept)
+        return self.units[0]((x, x), kept) + torch.stack(kept).sum(0)
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.weight, (grad * x).sum(0)
+
+
+class CustomFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Scale.apply(x, self.weight)
+
+
+# ----------------------------------------------------------------------------- ways of backward
+
+
+def two_backwards(model: nn.Module, x: Tensor) -> None:
+    loss = square(model, x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_losses(model: nn.Module, x: Tensor) -> None:
+    y = model(x)
+    y.square().mean().backward(retain_graph=True)
+    y.abs().mean().backward()
+
+
+def two_forwards(model: nn.Module, x: Tensor) -> None:
+    (square(model, x) + square(model, x + 1)).backward()
+
+
+def gradient_penalty(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    y = model(x).square().mean()
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    (y + grad.square().sum()).backward()
+
+
+def penalty_before_forward(model: nn.Module, x: Tensor) -> None:
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(leaf).square().mean(), leaf, create_graph=True)
+    penalty = grad.square().sum()
+    (square(model, x) + penalty).backward()
+
+
+def regularised(model: nn.Module, x: Tensor) -> None:
+    loss = square(model, x)
+    (loss + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+
+
+def gradient_of_parameters(model: nn.Module, x: Tensor) -> None:
+    loss = square(model, x)
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    (loss + sum(grad.square().sum() for grad in grads)).backward()
+
+
+def adversarial_input(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    square(model, x).backward()
+    assert x.grad is not None
+    square(model, (x + x.grad).detach()).backward()
+
+
+def evaluation_between(model: nn.Module, x: Tensor) -> None:
+    with torch.inference_mode():
+        model(x)
+    square(model, x).backward()
+    with torch.no_grad():
+        model(x)
+    with torch.inference_mode():
+        model(x)
+
+
+# -------------------------------------------------------------------- the end of unit backward
+
+
+class FrozenInside(nn.Module):
+    """A unit whose last parameter's gradient comes before its first weight is used."""
+
+    class Layer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+            self.gain = nn.Parameter(torch.rand(6), requires_grad=False)
+            self.bias = nn.Parameter(torch.rand(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner(x) * self.gain).tanh() * self.gain + self.bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.rand(6))
+        self.layers = nn.ModuleList([self.Layer(nn.Linear(6, 6)), self.Layer(nn.Linear(6, 6))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.prompt
+
+
+class FrozenFirstLeafInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))])
+        self.layers[0][0].requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+class RepeatedBorrowed(Stack):
+    """A weight is borrowed between two calls of its unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.stem(x))
+        x = F.linear(x, self.blocks[0].linear.weight)
+        x = self.blocks[0](x)
+        x = self.blocks[1](F.linear(x, self.blocks[1].linear.weight))
+        return self.blocks[2](F.linear(x, self.blocks[0].linear.weight))
+
+
+class GivesWeightsAway(nn.Module):
+    """A unit returns its own weight and a view of it."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return x @ self.weight, self.weight.t(), self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([self.Table(), self.Table()])
+        self.blocks = nn.ModuleList([Block(6), Block(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, view, weight = self.tables[0](x)
+        x = self.blocks[0](x) @ view
+        y, _, _ = self.tables[1](x)
+        return self.blocks[1](y) * weight.sum()
+
+
+class SharedModule(nn.Module):
+    """Two units hold the same module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(6, 6), shared), nn.Sequential(shared, nn.Linear(6, 6))]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Checkpointed(Stack):
+    reentrant = False
+    around = "units"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.around == "units":
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.reentrant)
+        elif self.around == "all":
+            x = checkpoint(self._run, x, use_reentrant=self.reentrant)
+        else:
+            for block in self.blocks:
+                x = checkpoint(self._nested, block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def _nested(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=self.reentrant) + block(x)
+
+
+def checkpointed(around: str, *, reentrant: bool) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = Checkpointed()
+        model.around, model.reentrant = around, reentrant
+        return model
+
+    return make
+
+
+class InsideCheckpointed(nn.Module):
+    """Units that checkpoint a part of themselves."""
+
+    class Layer(nn.Module):
+        def __init__(self, *, reentrant: bool) -> None:
+            super().__init__()
+            self.block, self.last = Block(6), nn.Linear(6, 6)
+            self.reentrant = reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(checkpoint(self.block, x, use_reentrant=self.reentrant))
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([self.Layer(reentrant=reentrant) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class RankDependent(Stack):
+    """Every rank runs every unit, but not every rank's loss depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        outs = [block(x) for block in self.blocks]
+        takes_first = bool(rows(0)[0, 0] == self.seen) if hasattr(self, "seen") else True
+        return self.head(outs[0] if takes_first else outs[2])
+
+
+def rank_dependent(model: nn.Module, x: Tensor) -> None:
+    model.seen = x[0, 0]
+    square(model, x).backward()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], How, int]] = {
+    "plain": (Stack, of(), 3),
+    "saved_linear_1d": (unit(lambda: nn.Linear(24, 24), lambda x: x.flatten()), of(), 2),
+    "saved_linear_3d": (unit(lambda: nn.Linear(6, 6), lambda x: x.view(2, 2, 6)), of(), 2),
+    "saved_conv1d": (unit(lambda: nn.Conv1d(4, 4, 3, padding=1)), of(), 2),
+    "saved_by_a_function": (unit(CustomFunction), of(), 2),
+    "two_backwards": (Stack, two_backwards, 2),
+    "two_losses": (Stack, two_losses, 2),
+    "two_forwards": (Stack, two_forwards, 2),
+    "gradient_penalty": (Stack, gradient_penalty, 2),
+    "penalty_before_forward": (Stack, penalty_before_forward, 2),
+    "regularised": (Stack, regularised, 2),
+    "gradient_of_parameters": (Stack, gradient_of_parameters, 1),
+    "adversarial_input": (Stack, adversarial_input, 2),
+    "evaluation_between": (Stack, evaluation_between, 2),
+    "encoder_and_decoder": (Translator, of(), 3),
+    "two_in_place": (TwoInPlace, of(), 2),
+    "truncated": (Truncated, of(), 2),
+    "forces": (Forces, of(), 2),
+    "frozen_inside": (FrozenInside, of(), 2),
+    "frozen_inside_adversarial": (FrozenInside, adversarial_input, 2),
+    "frozen_first_leaf_input": (FrozenFirstLeafInput, adversarial_input, 2),
+    "repeated_borrowed": (RepeatedBorrowed, of(), 3),
+    "gives_weights_away": (GivesWeightsAway, of(), 3),
+    "shared_module": (SharedModule, of(), 2),
+    "rank_dependent": (RankDependent, rank_dependent, 2),
+    **{
+        f"checkpoint_inside{'_reentrant' * reentrant}": (
+            functools.partial(InsideCheckpointed, reentrant=reentrant),
+            of(),
+            2,
+        )
+        for reentrant in (False, True)
+    },
+    **{
+        f"checkpoint_{around}{'_reentrant' * reentrant}": (
+            checkpointed(around, reentrant=reentrant),
+            of(),
+            3,
+        )
+        for around in ("units", "all", "nested")
+        for reentrant in (False, True)
+    },
+}
+for name, (make, how, steps) in CASES.items():
+    loop = functools.partial(backward, make, how, steps)
+    case(
+        "backward",
+        loop=loop,
+        name=name,
+        settings=({"units": "blocks"}, {"units": "leaves"}),
+        ulps=8,
+    )
+
+
+widen("plain", worlds=(1, 2))

@@ -1,0 +1,386 @@
+"""Loops of Fabric, which users write themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.fabric import ZeROStrategy
+from tests.oracle.models import Block, Blocks
+from tests.oracle.play import Player, case, widen
+from tests.oracle.projects import Trace
+
+WIDTH = 8
+
+
+class Normalized(torch.optim.SGD):
+    """An optimizer that must see whole gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm() + 1e-6)
+        return super().step(closure)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def batch(number: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randn(4, WIDTH, generator=generator)
+
+
+def trace(losses: list[Any], *modules: nn.Module) -> Trace:
+    """Losses, and weights that are gathered."""
+    params = {}
+    for number, module in enumerate(modules):
+        with lightning_zero.gathered(module):
+            for index, p in enumerate(module.parameters()):
+                params[f"{number}.{index}"] = p.detach().clone()
+    return Trace(params, losses=losses)
+
+
+def accumulate(fabric: Fabric) -> Trace:
+    model = seeded(lambda: Blocks(3, WIDTH))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    losses = []
+    for step in range(4):
+        for micro in range(2):
+            with fabric.no_backward_sync(model, enabled=micro == 0):
+                loss = (
+                    F.mse_loss(
+                        model(batch(2 * step + micro, fabric.global_rank)), torch.ones(4, WIDTH)
+                    )
+                    / 2
+                )
+                fabric.backward(loss)
+        losses += [loss.item(), float(fabric.clip_gradients(model, optimizer, max_norm=0.1))]
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return trace(losses, model)
+
+
+def clip_by_value(fabric: Fabric) -> Trace:
+    model = seeded(lambda: Blocks(2, WIDTH))
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    for step in range(3):
+        fabric.backward(model(batch(step, fabric.global_rank)).square().mean())
+        fabric.clip_gradients(model, optimizer, clip_val=1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace([], model)
+
+
+def inf_norm(fabric: Fabric) -> Trace:
+    model = seeded(lambda: Blocks(2, WIDTH))
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    norms = []
+    for step in range(2):
+        fabric.backward(model(batch(step, fabric.global_rank)).square().mean())
+        norms.append(fabric.clip_gradients(model, optimizer, max_norm=1e-3, norm_type=float("inf")))
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace(list(map(float, norms)), model)
+
+
+def adversaries(fabric: Fabric) -> Trace:
+    """Two modules with an optimizer each; one is called twice for one backward."""
+    with torch.random.fork_rng(devices=[]):
+        generator = seeded(lambda: Blocks(2, WIDTH))
+        judge = seeded(lambda: nn.Sequential(Block(WIDTH), nn.Linear(WIDTH, 1)))
+    first = torch.optim.Adam(generator.parameters(), lr=0.02, betas=(0.5, 0.9))
+    second = torch.optim.SGD(judge.parameters(), lr=0.05, momentum=0.9)
+    generator = fabric.setup_module(generator)
+    judge = fabric.setup_module(judge)
+    first, second = fabric.setup_optimizers(first, second)
+    losses = []
+    for step in range(3):
+        fake = generator(batch(step, fabric.global_rank))
+        second.zero_grad()
+        loss = (
+            F.softplus(-judge(batch(50 + step, fabric.global_rank))).mean()
+            + F.softplus(judge(fake.detach())).mean()
+        )
+        fabric.backward(loss)
+        second.step()
+        first.zero_grad()
+        other = F.softplus(-judge(fake)).mean()
+        fabric.backward(other)
+        first.step()
+        with torch.no_grad():
+            score = judge(generator(batch(step, fabric.global_rank))).mean()
+        losses += [loss.item(), other.item(), score.item()]
+    return trace(losses, generator, judge)
+
+
+def together(optimizer_class: Any, fabric: Fabric, folder: Path) -> Trace:
+    """Modules that were set up one by one and have one optimizer; resumes from its own file."""
+    encoder, decoder = seeded(lambda: Blocks(2, WIDTH)), seeded(lambda: nn.Linear(WIDTH, WIDTH))
+    groups = [{"params": encoder.parameters()}, {"params": decoder.parameters(), "lr": 0.02}]
+    optimizer = optimizer_class(groups, lr=0.01)
+    encoder, decoder = fabric.setup_module(encoder), fabric.setup_module(decoder)
+    optimizer = fabric.setup_optimizers(optimizer)
+    state = {"encoder": encoder, "decoder": decoder, "optimizer": optimizer}
+    path = folder / "together.ckpt"
+    results = []
+    for step in (0, 1, 2, 3, 2, 3):
+        if step == 2 and len(results) == 4:
+            fabric.save(path, state)
+        elif step == 2:
+            fabric.load(path, state)
+        loss = decoder(encoder(batch(step, fabric.global_rank))).square().mean()
+        fabric.backward(loss)
+        norm = fabric.clip_gradients(encoder, optimizer, max_norm=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        results += [loss.item(), float(norm)]
+    assert results[4:8] == results[8:]
+    return trace(results, encoder, decoder)
+
+
+def frozen_teacher(fabric: Fabric) -> Trace:
+    teacher = seeded(lambda: Blocks(2, WIDTH)).requires_grad_(False).eval()
+    if isinstance(fabric.strategy, ZeROStrategy):  # DDP refuses it
+        teacher = fabric.setup_module(teacher)
+    student = seeded(lambda: Blocks(1, WIDTH))
+    student, optimizer = fabric.setup(student, torch.optim.AdamW(student.parameters(), 0.01))
+    losses = []
+    for step in range(3):
+        x = batch(step, fabric.global_rank)
+        with torch.no_grad():
+            target = teacher(x)
+        loss = F.mse_loss(student(x), target)
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return trace(losses, student)
+
+
+def closures(fabric: Fabric) -> Trace:
+    model = seeded(lambda: Blocks(2, WIDTH))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+    losses = []
+    for step in range(3):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(step, fabric.global_rank)).square().mean()
+            fabric.backward(loss)
+            return loss
+
+        losses.append(float(optimizer.step(closure)))
+    return trace(losses, model)
+
+
+class Lit(LightningModule):
+    """A LightningModule, whose step methods Fabric sends through the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Blocks(2, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        self.seen += x.sum()
+        return self.scale * self.net(x).square().mean()
+
+    def other(self, x: Tensor) -> Tensor:
+        return self.training_step(x) * 2
+
+
+def lightning_module(fabric: Fabric) -> Trace:
+    model = seeded(Lit)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+    model.mark_forward_method("other")
+    losses = []
+    for step in range(4):
+        loss = (
+            model.training_step(batch(step, fabric.global_rank))
+            if step % 2
+            else model.other(batch(step, fabric.global_rank))
+        )
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item(), model.seen.item()]
+    return trace(losses, model)
+
+
+def plain_backward(fabric: Fabric) -> Trace:
+    model = seeded(lambda: Blocks(2, WIDTH))
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+    for step in range(3):
+        model(batch(step, fabric.global_rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace([], model)
+
+
+LOOPS = (clip_by_value, inf_norm, adversaries, frozen_teacher, closures, lightning_module)
+"""Those that DDP's gradients follow to the bit, but for clipping."""
+
+
+def looped(loop: Callable[[Fabric], Trace], play: Player) -> Trace:
+    return loop(play.fabric(min_num_params=1, units="auto"))
+
+
+for loop in LOOPS:
+    ulps = 64 if "norm" in loop.__name__ else 8
+    case("fabric", name=f"fabric_{loop.__name__}", loop=partial(looped, loop), ulps=ulps)
+PRECISIONS = ("32-true", "bf16-mixed", "64-true", "bf16-true")
+case(
+    "fabric",
+    name="fabric_accumulate",
+    loop=partial(looped, accumulate),
+    ulps=64,
+    precisions=PRECISIONS,
+)
+case("fabric", name="fabric_plain_backward", loop=partial(looped, plain_backward), ulps=8)
+
+
+def trained_together(optimizer: Any, play: Player) -> Trace:
+    how: dict[str, Any] = {"min_num_params": 1, "units": "auto"}
+    if "offload_optimizer" in play.way.settings:
+        how["offload_path"] = str(play.folder)
+    return together(optimizer, play.fabric(**how), play.folder)
+
+
+AWAY: list[Any] = [
+    {"offload_optimizer": "nvme"},
+    {"offload_optimizer": "nvme", "offload_weights": "nvme"},
+]
+for optimizer in (torch.optim.AdamW, Normalized):
+    loop = partial(trained_together, optimizer)
+    case("fabric", name=f"fabric_together_{optimizer.__name__}", loop=loop, ulps=64)
+case(
+    "fabric",
+    name="fabric_together_in_files",
+    loop=partial(trained_together, torch.optim.AdamW),
+    ulps=64,
+    stages=(2, 3),
+    settings=AWAY,
+)
+
+
+@case("fabric", precisions=("16-mixed",), stages=(1, 2, 3))
+def overflowing(play: Player) -> Trace:
+    """A scale so large that the first steps are skipped, on all ranks alike."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
+    strategy: Any = (
+        play.way.strategy if play.is_ddp else ZeROStrategy(play.way.strategy, units={Block})
+    )
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[plugin])
+    fabric.launch()
+    model = seeded(lambda: Blocks(2, WIDTH))
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    scales = []
+    for step in range(30):
+        fabric.backward(model(batch(step, play.rank)).square().mean())
+        if step % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        scales.append(fabric.strategy.precision.state_dict()["scale"])
+    assert len(set(scales)) > 3
+    return trace(scales, model)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def begun(play: Player, strategy: Any = None) -> Any:
+    fabric = (
+        play.fabric()
+        if strategy is None
+        else Fabric(accelerator="cpu", devices=play.way.world, strategy=strategy)
+    )
+    fabric.launch()
+    model = seeded(lambda: Blocks(2, WIDTH))
+    return fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+
+
+def train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        fabric.backward(model(batch(step, 0)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case("fabric", ulps=8)
+def a_checkpoint_of_fabric(play: Player) -> Trace:
+    """Saved in the middle; under ZeRO, the rest is trained by DDP and by another stage."""
+    fabric, model, optimizer = begun(play)
+    path = play.folder / "state.ckpt"
+    state = {"model": model, "optimizer": optimizer, "step": 3, "rng": torch.arange(3)}
+    train(fabric, model, optimizer, range(3))
+    fabric.save(path, state)
+    train(fabric, model, optimizer, range(3, 6))
+    last = trace([], model)
+    for other in () if play.is_ddp else ("ddp", ZeROStrategy(2), ZeROStrategy(3, units={Block})):
+        fabric, model, optimizer = begun(play, other)
+        train(fabric, model, optimizer, range(1))
+        state = {"model": model, "optimizer": optimizer, "step": 0}
+        rest = fabric.load(path, state)
+        assert (list(rest), rest["rng"].tolist(), state["model"] is model) == (
+            ["rng"],
+            [0, 1, 2],
+            True,
+        )
+        train(fabric, model, optimizer, range(state["step"], 6))
+        found = trace([], model)
+        torch.testing.assert_close(found.params, last.params, rtol=1e-6, atol=1e-7)
+    return last
+
+
+@case("fabric", ulps=8)
+def a_checkpoint_is_loaded_in_part(play: Player) -> Trace:
+    """Filters and strictness are Fabric's; bare state dicts are loaded; what does not fit changes nothing."""
+    fabric, model, optimizer = begun(play)
+    state, path = {"model": model, "optimizer": optimizer}, play.folder / "some.ckpt"
+    fabric.save(path, state, filter={"model": lambda name, _: "weight" in name})
+    wanted = {name for name, _ in Blocks(2, WIDTH).named_parameters() if "weight" in name}
+    assert set(torch.load(path, weights_only=True)["model"]) == wanted
+    with pytest.raises(RuntimeError, match="Missing key"):
+        fabric.load(path, state)
+    fabric.load(path, state, strict=False)
+    before = trace([], model)
+    if not play.is_ddp:
+        narrow = seeded(lambda: Blocks(1, WIDTH))
+        narrow, other = fabric.setup(narrow, torch.optim.AdamW(narrow.parameters(), 0.01))
+        fabric.save(play.folder / "whole.ckpt", state)
+        with pytest.raises(ValueError, match="Cannot load 'optimizer'"):
+            fabric.load(play.folder / "whole.ckpt", {"model": model, "optimizer": other})
+        with pytest.raises(KeyError, match="'other'"):
+            fabric.load(path, {"model": model, "other": 1})
+        torch.testing.assert_close(trace([], model).params, before.params, rtol=0, atol=0)
+        (play.folder / "whole.ckpt").unlink(missing_ok=True) if play.rank == 0 else None
+    raw = play.folder / "raw.pt"
+    if play.rank == 0:
+        torch.save({k: torch.ones_like(v) for k, v in Blocks(2, WIDTH).state_dict().items()}, raw)
+    fabric.barrier()
+    fabric.load_raw(raw, model)
+    return trace([], model)
+
+
+widen("fabric_closures", worlds=(1, 2))

@@ -1,0 +1,872 @@
+"""Gradients: what hooks see and do, clipping, precisions, accumulation, manual optimization."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+
+from lightning_zero import ZeROStrategy, full_grad, gathered, grad_norm
+from tests.oracle.models import Block, Blocks
+from tests.oracle.play import UNUSED, Player, case, widen
+from tests.oracle.projects import WIDTH, Regression, Trace, rows
+
+STEPS = {"max_steps": 5, "max_epochs": -1}
+
+
+class Noting(Regression):
+    """Notes what its hooks see; SGD, so that small gradients make small steps."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.notes: list[Any] = []
+
+    def note_norms(self) -> None:
+        self.notes.append([p.grad is None for p in self.parameters()])
+        self.notes.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
+
+
+class NotesNorms(Noting):
+    def on_after_backward(self) -> None:
+        self.notes.append(dict(lightning_grad_norm(self, 2)))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        grads = [p.grad for p in self.parameters() if p.grad is not None]
+        self.notes += [float(get_total_norm(grads, order)) for order in (1, 2, 3.5, float("inf"))]
+        self.notes += [float(norm) for norm in torch._foreach_norm(grads, 1)]
+        self.notes += [float(grad_norm(self)), float(grads[0].norm("fro")), float(grads[0].norm(0))]
+        self.notes += [grad.norm(dim=-1).tolist() for grad in grads]
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.notes.append("before zero_grad")
+
+
+class Reads(Noting):
+    """Reads gradients in every way that gathers them."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        first, *_, last = [p.grad for p in self.parameters()]
+        assert first is not None
+        assert last is not None
+        self.notes += [
+            (first + 1).tolist(),
+            first.cpu().clone().tolist(),
+            first.data.numpy().tolist(),
+            first.tolist(),
+            copy.deepcopy(first).tolist(),
+            pickle.loads(pickle.dumps(first)).tolist(),
+            first[1].sum().item(),
+            (last.detach() * last).sum().item(),
+            torch.histc(first.float(), bins=5).tolist(),
+            last.mean().item(),
+            last.shape,
+            torch.isfinite(last).all().item(),
+            full_grad(next(self.parameters())).tolist(),
+            torch.cat([p.grad.flatten() for p in self.parameters()]).tolist(),
+        ]
+
+
+class ClipsByNorm(Noting):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.notes.append(float(clip_grad_norm_(self.parameters(), 0.1)))
+        self.notes.append(float(clip_grad_norm_(self.parameters(), 0.05, norm_type=1)))
+
+
+class ClipsByValue(Noting):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        clip_grad_value_(self.parameters(), 0.02)
+        clip_grad_value_([self.head.weight], 0.01, foreach=True)
+        self.note_norms()
+
+
+class Operates(Noting):
+    """Gradient surgery of every kind."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        weights = [block.linear.weight for block in self.net.blocks]
+        mask = torch.arange(36.0).view(6, 6) % 2
+        weights[0].grad *= mask
+        weights[0].grad.add_(weights[1].grad, alpha=0.5).mul_(torch.tensor(0.5))
+        weights[1].grad.data.clamp_(-0.01, 0.02)
+        weights[1].grad.data = weights[1].grad.data * mask + weights[0].grad.data
+        weights[2].grad.data = weights[1].grad.data.clone()
+        weights[2].grad[2:4] = 0.0
+        weights[2].grad[weights[2].grad > 0.1] = 0.1
+        rows = weights[2].grad[1:3]
+        weights[2].grad.mul_(2.0)
+        rows.add_(1.0)
+        weights[2].grad.data.flatten()[3:][1:] += 1.0
+        weights[2].grad.numpy()[0] *= 3.0
+        weights[0].grad.t().tril_().sub_(0.1)
+        assert (rows == weights[2].grad[1:3]).all()
+        weights[0].grad.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
+        weights[1].grad = mine = weights[1].grad.clone()
+        mine.mul_(0.5)
+        with gathered(self.head):
+            self.head.weight.grad = self.head.weight.grad.clone() + self.head.weight.detach()
+        self.head.bias.grad = None
+        self.net.stem.bias.grad.zero_()
+        self.net.stem.weight.grad.copy_(mask)
+        others = [weight.grad for weight in weights]
+        torch._foreach_mul_(others, 0.5)
+        torch._foreach_add_(others, [weight.grad.clone() for weight in reversed(weights)])
+        self.note_norms()
+
+
+class Keeps(Noting):
+    """Keeps gradients when their parameters have others, or none, and puts some back."""
+
+    kept: tuple[Tensor | None, ...] = ()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        former, self.kept = self.kept, tuple(p.grad for p in self.parameters())
+        self.notes += [
+            float((now - then).norm()) for now, then in zip(self.kept, former, strict=bool(former))
+        ]
+        views = [grad.detach() for grad in self.kept]
+        bias = self.head.bias
+        bias.grad = bias.grad * 3
+        self.notes.append((bias.grad - views[-1]).tolist())
+        for parameter in self.net.parameters():
+            parameter.grad = parameter.grad.data
+        optimizer.zero_grad()
+        for parameter, grad in zip(self.parameters(), views, strict=True):
+            parameter.grad = grad if parameter.ndim > 1 else grad.mul_(2.0) * 0.5
+
+
+class Hooked(Noting):
+    """Changes gradients as autograd finishes them, by hooks that come before and amid training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.bias.register_post_accumulate_grad_hook(self.double)
+
+    def double(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.notes.append(tuple(parameter.grad.shape))
+        parameter.grad.mul_(2.0)
+
+    def on_fit_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.double)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            weight = self.net.blocks[1].linear.weight
+            self.handle = weight.register_post_accumulate_grad_hook(self.double)
+        if batch_idx == 2:
+            self.handle.remove()
+        return loss
+
+
+class Drops(Noting):
+    """Drops the gradients of every other step, by one of three ways."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step % 4 == 1:
+            self.zero_grad()
+        if self.global_step % 4 == 2:
+            for parameter in self.head.parameters():
+                parameter.grad = None
+        if self.global_step % 4 == 3:
+            self.net.zero_grad(set_to_none=False)
+        self.note_norms()
+
+
+class Unused(Noting):
+    """A block has no gradient in every other step, and then none is seen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for index, block in enumerate(self.net.blocks):
+            if index != 1 or self.global_step % 2:
+                x = block(x)
+        return self.head(x)
+
+    def on_after_backward(self) -> None:
+        self.notes.append([p.grad is None for p in self.parameters()])
+        self.notes.append(dict(lightning_grad_norm(self, 2)))
+
+
+for module in (NotesNorms, Reads, ClipsByNorm, ClipsByValue, Operates, Keeps, Hooked, Drops):
+    case("gradients in hooks", module, **STEPS, ulps=16)
+case("gradients in hooks", Unused, **STEPS, ddp=UNUSED, worlds=(3,), stages=(1, 2, 3))
+
+
+class Overrides(Noting):
+    """Overrides every hook around a step and notes when it is called and what it sees."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.notes.append(["backward", loss.item()])
+        super().backward(loss, *args, **kwargs)
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.notes.append(["before backward", loss.item()])
+
+    def on_after_backward(self) -> None:
+        self.notes.append(["after backward", self.global_step])
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.notes.append("clip")
+        super().configure_gradient_clipping(optimizer, *args, **kwargs)
+        self.note_norms()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.notes.append(["before step", self.global_step])
+        with gathered(self):
+            for name, parameter in self.named_parameters():
+                histogram = torch.histc(parameter.detach(), bins=2, min=-2, max=3.5)
+                self.notes.append([name, float(parameter.norm()), histogram.tolist()])
+                self.notes.append(parameter.detach().clone())
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self.notes.append(len(optimizer.param_groups))
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
+        # Warms the rate up, as Lightning's documentation shows.
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, (self.global_step + 1) / 3)
+        self.notes.append(["step", epoch, batch_idx])
+        optimizer.step(closure=closure)
+        self.notes.append("stepped")
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.notes.append(["zero", epoch, batch_idx])
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+        self.notes.append([p.grad is None for p in self.parameters()])
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.notes.append("before zero_grad")
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.notes.append(["schedule", metric])
+        super().lr_scheduler_step(scheduler, metric)
+        self.notes.append(scheduler.get_last_lr())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class StepsLater(Overrides):
+    """Steps by hand, with the closure that it was given run first."""
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
+        loss = closure()
+        self.notes.append(["ran", None if loss is None else loss.item()])
+        optimizer.step(closure=lambda: loss)
+
+
+ONCE: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 0.2, "data": lambda: (rows(12),)}
+case("gradients in hooks", Overrides, **ONCE, ulps=16)
+case(
+    "gradients in hooks",
+    Overrides,
+    "overrides_accumulating",
+    **ONCE,
+    accumulate_grad_batches=2,
+    ulps=16,
+)
+case("gradients in hooks", StepsLater, **ONCE, ulps=16)
+
+
+class WithoutElements(Noting):
+    """Has a parameter without elements, and notes its states in the optimizer and on disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.AdamW
+        self.none = nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.none.sum()
+
+    def on_train_end(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        self.notes.append(optimizer.state[self.none])
+        path = self.trainer.strategy.broadcast(tempfile.mkdtemp()) + "/saved.ckpt"
+        self.trainer.save_checkpoint(path)
+        self.notes.append(torch.load(path)["optimizer_states"][0]["state"])
+        optimizer.load_state_dict(torch.load(path)["optimizer_states"][0])
+        self.notes.append(optimizer.state_dict()["state"])
+
+
+case("gradients in hooks", WithoutElements, **STEPS, stages=(2, 3))
+
+
+# -- precisions and clipping -----------------------------------------------------------------------
+
+
+class Scaled(Regression):
+    """Notes norms and dtypes of the gradients, replaces them, and notes the loss scale."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(lr=0.05, optimizer=torch.optim.SGD)
+        self.notes: list[Any] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
+        self.notes.append([norm if norm < 1e30 else "inf" for norm in norms])
+        for parameter in self.parameters() if hasattr(Tensor, "grad_dtype") else ():
+            self.notes.append(str(parameter.grad.dtype))
+            parameter.grad = parameter.grad * 0.5
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            self.notes.append(
+                scaler.scale if isinstance(scaler.scale, float) else scaler.get_scale()
+            )
+
+
+for precisions in (("64-true", "bf16-mixed", "16-mixed"), ("32-true", "bf16-true", "16-true")):
+    case(
+        "precision",
+        Scaled,
+        f"scaled_{precisions[0]}",
+        **STEPS,
+        precisions=precisions,
+        stages=(1, 2, 3),
+        ulps=16,
+    )
+
+
+class Overflows(Scaled):
+    """In the second and third step one element of one rank's gradient is infinite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx in (1, 2) and self.global_rank == 1:
+            loss = loss + self.head.bias[5] * float("inf")
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """The norms that are not finite are noted elsewhere."""
+
+
+for clip in ({}, {"gradient_clip_val": 0.5}):
+    case(
+        "precision",
+        Overflows,
+        f"overflows_{len(clip)}",
+        **STEPS,
+        **clip,
+        precisions=("16-mixed",),
+        stages=(1, 2, 3),
+    )
+
+
+class OwnClipping(Scaled):
+    """Clips the head by value, then everything as it is told."""
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        assert gradient_clip_val == 0.05
+        torch.nn.utils.clip_grad_value_(self.head.parameters(), 0.01)
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.notes.append([float(p.grad.norm()) for p in self.parameters()])
+
+
+class ClipsMainParameters(Scaled):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = list(self.trainer.precision_plugin.main_params(optimizer))
+        self.notes.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.1)))
+        self.notes.append([float(p.grad.norm()) for p in self.parameters()])
+
+
+CLIPS: list[tuple[Any, dict[str, Any]]] = [
+    (Scaled, {"gradient_clip_val": 0.1}),
+    (Scaled, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    (Scaled, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    (OwnClipping, {"gradient_clip_val": 0.05}),
+    (ClipsMainParameters, {}),
+]
+for number, (module, options) in enumerate(CLIPS):
+    case(
+        "clipping",
+        module,
+        f"clip_{number}",
+        **options,
+        max_steps=2,
+        precisions=("32-true", "16-mixed"),
+        ulps=16,
+    )
+
+
+class Growing(Regression):
+    """Trains its head too from the second step on."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.automatic_optimization = not by_hand
+        self.head.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), self.lr)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.head.requires_grad_(True)
+            self.trainer.optimizers[0].add_param_group({"params": [*self.head.parameters()]})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(loss)
+            kinds = ("norm", "value")
+            self.clip_gradients(optimizer, 0.01, gradient_clip_algorithm=kinds[batch_idx % 2])
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+case(
+    "precision",
+    lambda: Growing(by_hand=False),
+    "parameters_added_16_mixed",
+    max_steps=3,
+    worlds=(1,),
+    precisions=("16-mixed",),
+    stages=(1, 3),
+    ulps=16,
+)
+case(
+    "precision",
+    lambda: Growing(by_hand=True),
+    "parameters_added_by_hand",
+    max_steps=3,
+    worlds=(1,),
+    stages=(2, 3),
+    ulps=16,
+)
+
+
+# -- accumulation ----------------------------------------------------------------------------------
+
+
+class CountsHooks(Regression):
+    """Notes how often the hooks around a step are called, and with which gradients."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.notes: list[Any] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.notes.append([self.global_step, *(float(p.grad.norm()) for p in self.parameters())])
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.notes.append("zero_grad")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+# Four batches per rank: windows of three and five leave some over at the end of the epoch.
+WINDOWS: list[dict[str, Any]] = [
+    {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
+    {"accumulate_grad_batches": 5, "max_epochs": 2},
+    {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})], "max_epochs": 3},
+]
+POLICIES: list[dict[str, Any]] = [
+    {},
+    {"accumulate": "local"},
+    {},
+    {"accumulate": "local"},
+    {"shard": 1},
+]
+for number, options in enumerate(WINDOWS):
+    case(
+        "accumulation",
+        CountsHooks,
+        f"windows_{number}",
+        **options,
+        stages=(2, 2, 3, 3, 3),
+        settings=POLICIES,
+        data=lambda: (rows(16), rows(4, seed=1)),
+        ulps=16,
+    )
+    case(
+        "accumulation",
+        CountsHooks,
+        f"windows_{number}_at_stage_1",
+        **options,
+        stages=(1,),
+        data=lambda: (rows(16), rows(4, seed=1)),
+        ulps=16,
+    )
+
+
+# -- manual optimization ---------------------------------------------------------------------------
+
+
+class Adversaries(LightningModule):
+    """A generator and a discriminator with optimizers of their own, and a frozen teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.generator = Blocks(2, WIDTH)
+            self.discriminator = nn.Sequential(Block(WIDTH), Block(WIDTH), nn.Linear(WIDTH, 1))
+            self.teacher = Blocks(1, WIDTH).requires_grad_(False)
+        self.losses: list[float] = []
+        self.notes: list[Any] = []
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.generator(z)
+
+    def judge(self, x: Tensor, *, is_real: bool) -> Tensor:
+        verdict = self.discriminator(x)
+        return F.binary_cross_entropy_with_logits(verdict, torch.full_like(verdict, is_real))
+
+    def note(self, *losses: Tensor) -> None:
+        self.losses += [loss.item() for loss in losses]
+        names = [name for name, p in self.named_parameters() if p.grad is not None]
+        self.notes.append([names, [p.requires_grad for p in self.parameters()]])
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(self.generator.parameters(), lr=0.02, betas=(0.5, 0.9)),
+            torch.optim.SGD(self.discriminator.parameters(), lr=0.05, momentum=0.9),
+        ]
+
+
+class Toggling(Adversaries):
+    """The textbook GAN of Lightning's documentation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, real = batch
+        generate, discriminate = self.optimizers()
+
+        self.toggle_optimizer(generate)
+        fake = self(z)
+        loss_g = self.judge(fake, is_real=True) + F.mse_loss(fake, self.teacher(z))
+        self.log("loss_g", loss_g, sync_dist=True)
+        self.manual_backward(loss_g)
+        self.note(loss_g)
+        generate.step()
+        generate.zero_grad()
+        self.untoggle_optimizer(generate)
+
+        self.toggle_optimizer(discriminate)
+        loss_d = self.judge(real, is_real=True) + self.judge(self(z).detach(), is_real=False)
+        self.manual_backward(loss_d)
+        self.note(loss_d)
+        discriminate.step()
+        discriminate.zero_grad()
+        self.untoggle_optimizer(discriminate)
+
+
+class Frequencies(Adversaries):
+    """Two discriminator steps for each of the generator's, without toggling, and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in optimizers]
+        return optimizers, schedulers
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, real = batch
+        generate, discriminate = self.optimizers()
+        loss_d = self.judge(real, is_real=True) + self.judge(self(z).detach(), is_real=False)
+        discriminate.zero_grad()
+        self.manual_backward(loss_d)
+        self.clip_gradients(discriminate, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        discriminate.step()
+        self.note(loss_d)
+        if batch_idx % 2:
+            loss_g = self.judge(self(z), is_real=True)
+            generate.zero_grad()
+            self.manual_backward(loss_g)
+            self.clip_gradients(generate, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+            generate.step()
+            self.note(loss_g)
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+        self.notes.append(
+            [group["lr"] for o in self.trainer.optimizers for group in o.param_groups]
+        )
+
+
+class Accumulating(Adversaries):
+    """Sums the gradients of two batches by hand, and takes two losses to one step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, _ = batch
+        generate, discriminate = self.optimizers()
+        fake = self(z)
+        self.manual_backward(F.mse_loss(fake, self.teacher(z)) / 2, retain_graph=True)
+        loss = self.judge(fake, is_real=True) / 2
+        self.manual_backward(loss)
+        self.note(loss)
+        if batch_idx % 2:
+            for optimizer in (generate, discriminate):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+class Toggled(Adversaries):
+    """Accumulates with `toggled_optimizer(sync_grad=...)`, as Lightning's guide does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, _ = batch
+        generate, _ = self.optimizers()
+        is_last = batch_idx % 2 == 1
+        with generate.toggle_model(sync_grad=is_last):
+            loss = F.mse_loss(self(z), self.teacher(z)) / 2
+            self.manual_backward(loss)
+            self.losses.append(loss.item())
+            if is_last:
+                generate.step()
+                generate.zero_grad()
+
+
+class ToggledLate(Adversaries):
+    """Freezes the other network between forward and backward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, _ = batch
+        generate, _ = self.optimizers()
+        loss = self.judge(self(z), is_real=True)
+        self.toggle_optimizer(generate)
+        self.manual_backward(loss)
+        self.note(loss)
+        generate.step()
+        generate.zero_grad()
+        self.untoggle_optimizer(generate)
+
+
+class Plain(Adversaries):
+    """Calls `loss.backward()` and closures itself, which DDP does not average."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, _ = batch
+        generate, _ = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = F.mse_loss(self(z), self.teacher(z))
+            generate.zero_grad()
+            if isinstance(self.trainer.strategy, ZeROStrategy):
+                loss.backward()
+            else:
+                self.manual_backward(loss)
+            self.note(loss)
+            return loss
+
+        generate.step(closure=closure)
+
+
+def _drop_in_place(module: Adversaries, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def _drop_of_module(module: Adversaries, optimizer: Any) -> None:
+    module.zero_grad()
+
+
+def _drop_of_optimizer(module: Adversaries, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def _drop_some(module: Adversaries, optimizer: Any) -> None:
+    module.generator.blocks[0].linear.weight.grad = None
+    module.generator.stem.bias.grad = None
+
+
+def _replace(module: Adversaries, optimizer: Any) -> None:
+    weight = module.generator.blocks[1].linear.weight
+    weight.grad = weight.grad * 0.5
+    module.generator.stem.weight.grad = torch.ones_like(module.generator.stem.weight)
+
+
+def _change(module: Adversaries, optimizer: Any) -> None:
+    for parameter in module.generator.parameters():
+        parameter.grad.mul_(0.5)
+    module.generator.stem.weight.grad[0] = 0.25
+    torch.nn.utils.clip_grad_norm_(module.generator.parameters(), 0.05)
+
+
+def _keep(module: Adversaries, optimizer: Any) -> None:
+    pass
+
+
+class Unsent(Adversaries):
+    """Drops, replaces and changes gradients between microbatches that are not sent."""
+
+    WAYS = (
+        _keep,
+        _drop_of_optimizer,
+        _drop_in_place,
+        _drop_of_module,
+        _drop_some,
+        _replace,
+        _change,
+        _drop_of_optimizer,
+    )
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        z, _ = batch
+        generate, discriminate = self.optimizers()
+        way = self.WAYS[batch_idx % len(self.WAYS)]
+        if batch_idx >= len(self.WAYS):
+            # Averaged gradients of before, to which the unsent ones add.
+            self.backward_of(z.flip(0))
+        for _ in range(2):
+            with generate.toggle_model(sync_grad=False):
+                self.backward_of(2 * z)
+        self.note_local()
+        way(self, generate)
+        self.note_local()
+        if batch_idx % 3:
+            with generate.toggle_model(sync_grad=False):
+                self.backward_of(3 * z)
+            self.note_local()
+        with generate.toggle_model(sync_grad=True):
+            self.backward_of(z)
+        self.notes.append([float(p.grad.norm()) for p in self.generator.parameters()])
+        generate.step()
+        # Whatever way the gradients went out, the parameters show none.
+        self.zero_grad()
+        discriminate.zero_grad()
+
+    def backward_of(self, z: Tensor) -> None:
+        loss = F.mse_loss(self(z), self.teacher(z))
+        self.manual_backward(loss)
+        self.losses.append(loss.item())
+
+    def note_local(self) -> None:
+        """Under DDP this rank's own gradients, which it has not sent."""
+        grads = [p.grad for p in self.generator.parameters() if p.grad is not None]
+        self.notes.append([float(grad.norm()) for grad in grads if grad.any()])
+        self.notes.append([grad.clone() for grad in grads[:1] if grad.any()])
+
+    def configure_optimizers(self) -> Any:
+        optimizers = super().configure_optimizers()
+        optimizers[0] = torch.optim.SGD(self.generator.parameters(), lr=0.02)
+        return optimizers
+
+
+PLENTY: dict[str, Any] = {"data": lambda: (rows(32),), "ddp": UNUSED, "ulps": 64}
+for module in (Toggling, Frequencies, Accumulating, Toggled, ToggledLate, Plain):
+    case("manual optimization", module, **PLENTY)
+for module in (Toggling, Plain):  # no unit's hooks tell when a backward pass begins
+    case(
+        "manual optimization",
+        module,
+        f"{module.__name__}_in_the_root",
+        **PLENTY,
+        settings=({"units": "auto"},),
+    )
+case(
+    "manual optimization",
+    Unsent,
+    "unsent",
+    data=lambda: (rows(64),),
+    ddp=UNUSED,
+    ulps=64,
+    stages=(1, 2, 3),
+    settings=({"accumulate": "local"},),
+)
+
+
+class StepsUnsent(Adversaries):
+    """Forgets to send what it steps with."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generate, _ = self.optimizers()
+        with generate.toggle_model(sync_grad=False):
+            self.manual_backward(self(batch[0]).sum())
+        generate.step()
+
+
+@case("manual optimization", settings=({"accumulate": "local"},))
+def unsent_gradients_are_not_stepped_with(play: Player) -> Trace:
+    if not play.is_ddp:
+        with pytest.raises(
+            RuntimeError, match=r"'generator.stem.weight' is this rank's own.*sync_grad=True"
+        ):
+            play.fit(StepsUnsent())
+    return Trace({})
+
+
+class Around(torch.optim.SGD):
+    """Steps by element, and changes gradients before and weights after its base class's step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        members = [p for group in self.param_groups for p in group["params"]]
+        if closure is None:
+            for member in members:
+                if member.grad is not None:
+                    member.grad.mul_(0.5)
+        loss = super().step(closure)
+        for member in members:
+            member.mul_(0.99)
+        return loss
+
+
+class Normalized(torch.optim.SGD):
+    """Must see whole gradients."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for member in (p for group in self.param_groups for p in group["params"]):
+            if member.grad is not None and closure is None:
+                member.grad.div_(member.grad.norm() + 1e-6)
+        return super().step(closure)
+
+
+class Handing(torch.optim.SGD):
+    """Hands its closure on in another function."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(None if closure is None else lambda: closure())
+
+
+class ByHand(Regression):
+    """Steps without a closure."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+for optimizer in (Around, Normalized, Handing):
+    for module in (Regression, ByHand):
+        case(
+            "optimizers",
+            lambda o=optimizer, m=module: m(0.1, lambda p, lr: o(p, lr, momentum=0.9)),
+            f"step_in_step_{optimizer.__name__}_{module.__name__}",
+            ulps=8,
+            max_epochs=2,
+        )
+
+
+widen("NotesNorms", "clip_0", "windows_0_at_stage_1", "Toggling", "step_in_step_Around_Regression")

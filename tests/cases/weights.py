@@ -1,0 +1,733 @@
+"""Weights between steps: read, averaged, edited, saved, differentiated, within torch's contexts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.func import (
+    functional_call,
+    grad,
+    grad_and_value,
+    hessian,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_zero
+from tests.oracle.play import UNUSED, Player, case, widen
+from tests.oracle.projects import WIDTH, Regression, Trace, rows
+
+SHORT: dict[str, Any] = {"data": lambda: (rows(), rows(4, seed=1)), "max_epochs": 2}
+
+
+class Noted(Regression):
+    """SGD, so that rounding stays small, and notes of what is seen."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.notes: list[Any] = []
+
+
+class EMA(Callback):
+    """The average that most projects write for themselves."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            self.average[name].lerp_(parameter, 0.3)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
+        for name, parameter in pl_module.named_parameters():
+            parameter.data.copy_(self.average[name])
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            parameter.data = self.kept[name]
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.notes.append(self.average)
+
+
+class ForeachEMA(EMA):
+    """The same with all parameters in one operation."""
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        torch._foreach_lerp_(
+            list(self.average.values()), [p.data for p in pl_module.parameters()], 0.3
+        )
+
+
+class Orthogonal(Regression):
+    """Keeps a weight orthogonal, from the beginning or as soon as it trains."""
+
+    def on_fit_start(self) -> None:
+        if not nn.utils.parametrize.is_parametrized(self.head):
+            nn.utils.parametrizations.orthogonal(self.head)
+
+
+@case("weights in hooks")
+def orthogonal_amid_a_run(play: Player) -> Trace:
+    module = Orthogonal()
+    if play.is_ddp:  # it leaves out of its averages what lies in other memory than when it began
+        module.on_fit_start()
+    return play.fit(module, max_steps=3)
+
+
+def _edit(parameter: Tensor, how: int) -> None:
+    """One of many ways to change a parameter in place."""
+    with torch.no_grad():
+        if how == 0:
+            parameter.data.clamp_(-0.3, 0.3)
+        elif how == 1:
+            parameter.clamp_(-0.3, 0.3)
+        elif how == 2:
+            parameter.mul_(0.98)
+        elif how == 3:
+            parameter.data = 0.98 * parameter.data
+        elif how == 4:
+            parameter.copy_(0.98 * parameter)
+        elif how == 5:
+            parameter.div_(parameter.norm().clamp_min(1.0))
+        elif how == 6:
+            array = parameter.detach().numpy()
+            array *= 0.98
+        else:
+            parameter[0] = parameter.data[0].mul(0.9)
+
+
+class Edits(Callback):
+    """Changes every parameter in every hook, each in another way, and reads what it has written."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        for hook in EDITING_HOOKS:
+            setattr(self, hook, self._edit)
+
+    def _edit(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.count += 1
+        for index, parameter in enumerate(pl_module.parameters()):
+            _edit(parameter, (index + self.count) % 8)
+        pl_module.notes.append(sum(float(p.detach().norm()) for p in pl_module.parameters()))
+
+
+EDITING_HOOKS = [
+    "on_fit_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_epoch_end",
+    "on_train_epoch_end",
+    "on_train_end",
+]
+
+
+class EWC(Callback):
+    """Elastic weight consolidation: the squares of gradients, and a penalty on them."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.start = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
+        self.fisher = {n: torch.zeros(p.shape) for n, p in pl_module.named_parameters()}
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            self.fisher[name] += parameter.grad.detach() ** 2
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            parameter.grad.add_(0.1 * self.fisher[name] * (parameter - self.start[name]))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.notes.append(self.fisher)
+
+
+class SWAG(Callback):
+    """Means and squares of weights at the ends of epochs; a sample of them for validation."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.sums = [torch.zeros(2, *p.shape) for p in pl_module.parameters()]
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        for total, parameter in zip(self.sums, pl_module.parameters(), strict=True):
+            total += torch.stack([parameter.data, parameter.data.square()])
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        for total, parameter in zip(self.sums, pl_module.parameters(), strict=True):
+            mean, square = total / trainer.max_epochs
+            parameter.data.copy_(mean + (square - mean**2))
+
+
+class TorchsOwn(Callback):
+    """Code of torch that keeps views of many parameters while it goes on to others."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.average = AveragedModel(pl_module.net).requires_grad_(False)  # sharded, too
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.average.update_parameters(pl_module.net)
+        vector = nn.utils.parameters_to_vector(pl_module.net.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, pl_module.net.parameters())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.notes.append([p.detach().clone() for p in pl_module.average.parameters()])
+
+
+class Saves(Callback):
+    """Saves weights as ``save_pretrained`` does, on all ranks or on one."""
+
+    def __init__(self, *, of_all: bool) -> None:
+        self.of_all = of_all
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if not (self.of_all or trainer.is_global_zero):
+            return
+        file = io.BytesIO()
+        torch.save(pl_module.state_dict(), file)
+        assert file.tell() < 10_000, "no more than the weights"
+        file.seek(0)
+        pl_module.notes.append(torch.load(file))
+
+
+CALLBACKS: dict[str, Callable[[], Callback]] = {
+    "EMA": EMA,
+    "EMA_by_foreach": ForeachEMA,
+    "EWC": EWC,
+    "SWAG": SWAG,
+    "of_torch": TorchsOwn,
+    "saves": lambda: Saves(of_all=True),
+    "edits": Edits,
+}
+for name, make in CALLBACKS.items():
+    wide = {"worlds": (1, 2), "stages": (1, 2, 3)} if name in ("EMA", "edits") else {}
+    case("weights in hooks", Noted, name, **SHORT, **wide, callbacks=lambda m=make: [m()])
+case(
+    "weights in hooks",
+    Noted,
+    "saves_of_one_rank",
+    **SHORT,
+    stages=(1, 2),
+    callbacks=lambda: [Saves(of_all=False)],
+)
+for name in ("EMA", "saves", "edits"):
+    case(
+        "weights in hooks",
+        Noted,
+        f"{name}_of_masters",
+        **SHORT,
+        precisions=("bf16-mixed",),
+        callbacks=lambda m=CALLBACKS[name]: [m()],
+    )
+    case(
+        "weights in hooks",
+        Noted,
+        f"{name}_accumulating",
+        **SHORT,
+        accumulate_grad_batches=2,
+        ulps=64,
+        callbacks=lambda m=CALLBACKS[name]: [m()],
+    )
+
+
+# -- every use in every hook -----------------------------------------------------------------------
+
+
+def saved(module: nn.Module) -> float:
+    torch.save(module.state_dict(), file := io.BytesIO())
+    file.seek(0)
+    return float(sum(value.double().sum() for value in torch.load(file).values()))
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda m: [p.norm() for p in m.parameters()],
+    "add": lambda m: m.head.weight + 1,
+    "data": lambda m: m.head.weight.data.sum(),
+    "detach": lambda m: m.head.weight.detach().sum(),
+    "clone": lambda m: m.head.weight.clone(),
+    "cpu": lambda m: m.head.weight.cpu().sum(),
+    "double": lambda m: m.head.weight.to(torch.float64).sum(),
+    "item": lambda m: m.head.weight[0, 0].item(),
+    "tolist": lambda m: m.net.blocks[1].linear.bias.tolist(),
+    "numpy": lambda m: float(m.net.blocks[1].linear.weight.detach().numpy().sum()),
+    "matmul": lambda m: torch.ones(6) @ m.net.blocks[0].linear.weight,
+    "equal": lambda m: torch.equal(m.head.bias, torch.ones(6)),
+    "linear": lambda m: F.linear(torch.ones(6), m.net.stem.weight),
+    "stack": lambda m: torch.stack([p.flatten()[0] for p in m.parameters()]),
+    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "foreach": lambda m: torch._foreach_norm(list(m.parameters())),
+    "state dict": lambda m: {k: v.sum() for k, v in m.state_dict().items()},
+    "saved": saved,
+    "metadata": lambda m: [
+        (p.shape, p.ndim, p.numel(), p.dtype, p.requires_grad) for p in m.parameters()
+    ],
+}
+MOMENTS = (
+    "on_fit_start", "on_train_start", "on_train_batch_start", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_validation_start",
+    "on_validation_batch_end", "on_train_epoch_end", "on_train_end", "on_fit_end",
+)  # fmt: skip
+
+
+def read_all(trainer: Any, module: Any) -> Any:
+    with torch.no_grad():
+        return {name: detached(read(module)) for name, read in READS.items()}
+
+
+def detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return [detached(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+for moment in MOMENTS:
+    case(
+        "weights in hooks",
+        Noted,
+        f"reads_{moment}",
+        data=SHORT["data"],
+        max_steps=3,
+        moments={moment: read_all},
+    )
+
+
+# -- Lightning's averages --------------------------------------------------------------------------
+
+
+class Averaged(Regression):
+    """SGD with momentum, a buffer that training changes, and notes of what validation saw."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        self.net.blocks[1].norm = nn.BatchNorm1d(WIDTH)
+        self.head.bias.requires_grad_(False)
+        self.notes: list[Any] = []
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.8)]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.notes.append(self.loss(batch).item())
+
+
+def towards_unit_norm(average: Tensor, current: Tensor, num_averaged: Tensor) -> Tensor:
+    mean = average + (current - average) / (num_averaged + 1)
+    return mean / mean.norm().clamp_min(0.1)
+
+
+class KeepsAverage(Callback):
+    """Notes the average at the end."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        average = next(
+            c for c in trainer.callbacks if isinstance(c, WeightAveraging)
+        )._average_model
+        pl_module.notes.append({n: t.detach().clone() for n, t in average.state_dict().items()})
+
+
+AVERAGES: dict[str, Callable[[], Callback]] = {
+    "ema": lambda: EMAWeightAveraging(decay=0.5),
+    "mean": lambda: WeightAveraging(use_buffers=False),
+    "multi": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
+    "normed": lambda: WeightAveraging(avg_fn=towards_unit_norm),
+}
+for name, make in AVERAGES.items():
+    case(
+        "averages",
+        Averaged,
+        f"average_{name}",
+        max_epochs=3,
+        ulps=256,
+        save_at=2,
+        readers=(1, 3, "ddp"),
+        data=lambda: (rows(32, batch_size=8), rows(8, seed=1)),
+        callbacks=lambda m=make: [m(), KeepsAverage()],
+    )
+case(
+    "averages",
+    Averaged,
+    "average_of_masters",
+    max_epochs=3,
+    precisions=("bf16-mixed",),
+    data=lambda: (rows(32, batch_size=8), rows(8, seed=1)),
+    callbacks=lambda: [EMAWeightAveraging(decay=0.9)],
+)
+
+
+@case("averages", ulps=256)
+def an_average_begins_with_a_plain_checkpoint(play: Player) -> Trace:
+    data, path = (rows(32, batch_size=8), rows(8, seed=1)), str(play.folder / "plain.ckpt")
+    trainer = play.trainer(max_epochs=1)
+    trainer.fit(Averaged(), *data)
+    trainer.save_checkpoint(path)
+    callbacks = [EMAWeightAveraging(decay=0.5), KeepsAverage()]
+    return play.fit(Averaged(), *data, callbacks=callbacks, max_epochs=3, ckpt_path=path)
+
+
+# -- transforms of torch.func ----------------------------------------------------------------------
+
+
+def maml(module: Regression, batch: list[Tensor]) -> Tensor:
+    parameters = dict(module.net.named_parameters())
+
+    def inner(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(functional_call(module.net, parameters, (x,)), y)
+
+    def outer(x: Tensor, y: Tensor) -> Tensor:
+        grads = grad(inner)(parameters, x, y)
+        return inner({name: p - 0.1 * grads[name] for name, p in parameters.items()}, x, y)
+
+    x, y = (part.view(2, 1, -1) for part in batch)
+    return vmap(outer)(x, y).mean()
+
+
+def functional_loss(module: Regression) -> Callable[..., Tensor]:
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(functional_call(module, parameters, (x,)), y)
+
+    return loss
+
+
+def gradients_of_all_weights(module: Regression, batch: list[Tensor]) -> Tensor:
+    parameters = dict(module.named_parameters())
+    grads, loss = grad_and_value(functional_loss(module))(parameters, *batch)
+    return loss + sum(each.pow(2).sum() for each in grads.values())
+
+
+def gradients_of_each_row(module: Regression, batch: list[Tensor]) -> Tensor:
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    grads = vmap(grad(functional_loss(module)), (None, 0, 0))(parameters, *batch)
+    return module.loss(batch) * sum(each.pow(2).sum() for each in grads.values())
+
+
+def tangents(module: Regression, batch: list[Tensor]) -> Tensor:
+    out, tangent = jvp(module, (batch[0],), (batch[1],))
+    return F.mse_loss(out, batch[1]) + tangent.pow(2).mean()
+
+
+def pulled_back(module: Regression, batch: list[Tensor]) -> Tensor:
+    out, pull = vjp(module, batch[0])
+    return out.pow(2).mean() + pull(out)[0].pow(2).mean()
+
+
+def curvature(module: Regression, batch: list[Tensor]) -> Tensor:
+    return vmap(hessian(lambda x: module(x).sum()))(batch[0]).pow(2).sum()
+
+
+def jacobians(module: Regression, batch: list[Tensor]) -> Tensor:
+    return vmap(jacrev(module))(batch[0]).pow(2).sum()
+
+
+def penalty(module: Regression, batch: list[Tensor]) -> Tensor:
+    return grad(lambda x: module.loss((x, batch[1])))(batch[0]).pow(2).sum() + module.loss(batch)
+
+
+def linearized(module: Regression, batch: list[Tensor]) -> Tensor:
+    out, tangent = linearize(module, batch[0])
+    return out.pow(2).mean() + tangent(batch[1]).pow(2).mean()
+
+
+TRANSFORMS = [
+    maml, gradients_of_all_weights, gradients_of_each_row, tangents, pulled_back, curvature,
+    jacobians, penalty, linearized,
+]  # fmt: skip
+
+
+class Transformed(Regression):
+    loss_of: Callable[..., Tensor]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(self, batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+def transformed_module(loss_of: Callable[..., Tensor]) -> Any:
+    module = Transformed()
+    object.__setattr__(module, "loss_of", loss_of)
+    return module
+
+
+for transform in TRANSFORMS:
+    case(
+        "transforms",
+        lambda t=transform: transformed_module(t),
+        transform.__name__,
+        max_steps=2,
+        ulps=64,
+        ddp=UNUSED,
+        stages=(1, 2),
+    )
+
+
+# -- contexts --------------------------------------------------------------------------------------
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def switched(switch: Callable[[Any], None], within: Any, after: Any) -> Iterator[None]:
+    switch(within)
+    try:
+        yield
+    finally:
+        switch(after)
+
+
+def transformed(call: Callable[[Callable[[Tensor], Any]], Any]) -> Callable[..., Any]:
+    """Run functions within a transform, as something that it passes on."""
+    return lambda function: call(lambda z: (z.sum(), function()))
+
+
+def within(context: Callable[[], Any]) -> Callable[..., Any]:
+    def call(function: Callable[[], Any]) -> Any:
+        with context():
+            return function()
+
+    return call
+
+
+Z = torch.ones(2)
+LEVELS = {
+    "grad": transformed(lambda run: grad(run, has_aux=True)(Z)[1]),
+    "vmap": transformed(lambda run: vmap(run, out_dims=(0, None))(torch.ones(3, 2))[1]),
+    "jvp": transformed(lambda run: jvp(run, (Z,), (Z,), has_aux=True)[2]),
+    "vjp": transformed(lambda run: vjp(run, Z, has_aux=True)[2]),
+}
+WITHOUT_GRAD = {
+    "inference": within(torch.inference_mode),
+    "fake": within(lambda: FakeTensorMode(allow_non_fake_inputs=True)),
+}
+CONTEXTS: dict[str, Callable[..., Any]] = {
+    **LEVELS,
+    **WITHOUT_GRAD,
+    "function mode": within(Functions),
+    "dispatch mode": within(Operations),
+    "device": within(lambda: torch.device("meta")),
+    "default device": within(lambda: switched(torch.set_default_device, "meta", None)),
+    "default dtype": within(
+        lambda: switched(torch.set_default_dtype, torch.float64, torch.float32)
+    ),
+    "autocast": within(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "deterministic": within(lambda: switched(torch.use_deterministic_algorithms, True, False)),
+    "anomaly": within(torch.autograd.detect_anomaly),
+    "profiler": within(lambda: profile(activities=[ProfilerActivity.CPU])),
+    "saved on cpu": within(torch.autograd.graph.save_on_cpu),
+}
+
+
+class Visited(Regression):
+    """Does everything within a context, and notes what it sees there."""
+
+    def __init__(self, context: str, path: str) -> None:
+        super().__init__(optimizer=lambda p, lr: torch.optim.SGD(p, lr, momentum=0.5))
+        self.within = CONTEXTS[context]
+        self.has_grad = context not in WITHOUT_GRAD
+        # In a transform nothing may be changed that is not its own, under DDP either.
+        self.changes = context not in LEVELS
+        self.path = path
+        self.automatic_optimization = False
+        self.notes: list[Any] = []
+
+    def do(self, action: Callable[[], Any]) -> Any:
+        result = self.within(action)
+        if isinstance(result, Tensor):
+            is_fake = type(result).__name__ == "FakeTensor"
+            self.notes.append(list(result.shape) if is_fake else result.detach().clone())
+        return result
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        with torch.set_grad_enabled(self.has_grad):
+            loss = self.do(lambda: self.loss(batch))
+        if not self.has_grad:
+            loss = self.loss(batch)
+        optimizer.zero_grad()
+        plainly = within(contextlib.nullcontext)
+        run = self.within if self.changes and self.has_grad else plainly
+        run(lambda: self.manual_backward(loss))
+        self.do(lambda: self.head.weight.grad.sum())
+        self.do(lambda: lightning_zero.full_grad(self.head.weight))
+        run(lambda: self.clip_gradients(optimizer, 0.1, "norm"))
+        run(optimizer.step)
+        self.losses.append(loss.item())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.do(lambda: self.net.blocks[1].linear.weight.sum())
+        self.do(lambda: sum(value.sum() for value in self.state_dict().values()))
+        self.do(self.whole_bias)
+        if self.changes:
+            self.do(self.halve)
+            self.do(self.trainer.strategy.barrier)
+        if self.changes and self.has_grad:
+            self.do(lambda: self.trainer.save_checkpoint(self.path))
+
+    def halve(self) -> None:
+        with torch.no_grad():
+            self.head.bias.mul_(0.5)
+
+    def whole_bias(self) -> Tensor:
+        with lightning_zero.gathered(self):
+            return self.head.bias.sum()
+
+
+def visit(context: str) -> Callable[[Player], Trace]:
+    def loop(play: Player) -> Trace:
+        module = Visited(context, f"{play.folder}/saved.ckpt")
+        trace = play.fit(module, max_steps=2)
+        if module.changes and module.has_grad:
+            saved = torch.load(module.path, weights_only=True)
+            trace.notes += [saved["state_dict"], saved["optimizer_states"][0]["state"]]
+        return trace
+
+    return loop
+
+
+for context in CONTEXTS:
+    case("contexts", name=f"within_{context.replace(' ', '_')}", loop=visit(context), ulps=64)
+
+
+class Hooked(Regression):
+    """A whole hook is compiled; it reads weights between steps."""
+
+    @torch.compile(backend="eager")
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.total = self.head.weight.sum() + self.net.blocks[0].linear.bias.sum()
+
+    def on_train_end(self) -> None:
+        self.losses.append(float(self.total))
+
+
+case("contexts", Hooked, "a_compiled_hook", max_steps=2)
+
+
+# -- graphs between steps --------------------------------------------------------------------------
+
+
+def scaled(module: Regression) -> Tensor:
+    """Differentiate by something that all weights scale."""
+    scale = torch.ones(2, requires_grad=True)
+    total = sum((p * scale[0]).pow(2).sum() for p in module.parameters())
+    return torch.autograd.grad(total, scale)[0]
+
+
+def by_weights(module: Regression) -> Tensor:
+    """Differentiate twice by the weights themselves."""
+    weights = list(module.parameters())
+    total = sum(p.pow(3).sum() for p in weights)
+    grads = torch.autograd.grad(total, weights, create_graph=True)
+    second = torch.autograd.grad(sum(g.pow(2).sum() for g in grads), weights)
+    return torch.cat([g.flatten() for g in second])
+
+
+def read_between(module: Regression) -> Tensor:
+    """All weights are read between two passes over a graph."""
+    scale = torch.ones(2, requires_grad=True)
+    total = sum((p * scale[0]).pow(2).sum() for p in module.parameters())
+    first = torch.autograd.grad(total, scale, retain_graph=True)[0]
+    norms = sum(p.detach().norm() for p in module.parameters())
+    return first + torch.autograd.grad(total, scale)[0] + norms
+
+
+def scaled_in_gathered(module: Regression) -> Tensor:
+    with lightning_zero.gathered(module):
+        return scaled(module)
+
+
+def kept_by_one_rank(module: Regression) -> Tensor:
+    """Ranks whose graphs differ still gather the same weights."""
+    scale = torch.ones(2, requires_grad=True)
+    total = sum((p * scale[0]).pow(2).sum() for p in module.parameters())
+    if module.global_rank:
+        total = total.detach()
+    norms = [p.detach().norm() for p in (*module.parameters(), *module.parameters())]
+    found = torch.autograd.grad(total, scale)[0].sum() if module.global_rank == 0 else 0.0
+    return sum(norms) + found
+
+
+GRAPHS = (scaled, by_weights, read_between, scaled_in_gathered, kept_by_one_rank)
+for graph in GRAPHS:
+    case(
+        "weights in hooks",
+        Noted,
+        f"graph_{graph.__name__}",
+        max_steps=2,
+        ulps=64,
+        moments={"on_train_batch_end": lambda t, m, g=graph: g(m).detach()},
+    )
+
+
+class Late(Regression):
+    """Keeps a graph over a step, which changes the weights that it has saved."""
+
+    def __init__(self, *, is_frozen: bool) -> None:
+        super().__init__()
+        self.total: Tensor | None = None
+        self.notes: list[Any] = []
+        self.head.requires_grad_(not is_frozen)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.total is None:
+            self.scale = torch.ones(2, requires_grad=True)
+            self.total = sum((p * self.scale[0]).pow(2).sum() for p in self.head.parameters())
+        elif self.head.weight.requires_grad:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(self.total, self.scale)
+        else:
+            self.notes.append(torch.autograd.grad(self.total, self.scale)[0])
+
+
+case(
+    "weights in hooks",
+    lambda: Late(is_frozen=False),
+    "a_graph_of_weights_that_are_gone",
+    max_steps=2,
+    stages=(1, 2, 3),
+    precisions=("32-true", "bf16-mixed", "32-true"),
+)
+case(
+    "weights in hooks",
+    lambda: Late(is_frozen=True),
+    "a_graph_of_weights_not_stepped",
+    max_steps=2,
+    stages=(1, 2),
+)
+
+
+widen("penalty", "within_profiler")
+widen("average_mean", worlds=(1, 2))
