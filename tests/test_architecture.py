@@ -58,7 +58,6 @@ INNER = {
     "comm.one_host.window",
     "engine.gradients",
     "engine.schedule",
-    "engine.step",
     "engine.unit",
     "engine.weights",
     "optimizer.known",

@@ -16,7 +16,6 @@ flat_parameters  all of these for the parameters of a unit that share a dtype an
 ================ ===============================================================================
 """
 
-from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.classes import Lent, are_views
 from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.full_grad import norms_of, stack_on
