@@ -7,8 +7,6 @@ The contenders, each for the same state (fp32 weights and two Adam averages, sha
 
 * ``file``: ours; every rank writes its parts of one file that ``torch.load`` reads.
 * ``directory``: ours with ``checkpoint="dcp"``; a directory that ``dcp`` below can read.
-* ``file unchecked`` and ``directory unchecked``: the same without comparing checksums when loading,
-  to show what they cost: at most a tenth.
 * ``gather``: every tensor is gathered on rank 0, which calls ``torch.save``; every rank loads all.
 * ``dcp``: a torch.distributed.checkpoint directory to which each rank writes its own shards.
 * ``torch.save``: one process that holds everything.
@@ -39,13 +37,15 @@ import torch.distributed.checkpoint as dcp
 from contenders import Ranks
 from measure import in_fresh_processes, joined
 
-from lightning_zero.checkpoint.dcp.directory_save import DirectorySave
-from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.load import load
-from lightning_zero.checkpoint.saver import Saver, collected
-from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
-from lightning_zero.checkpoint.values.sharded_value import ShardedValue
-from lightning_zero.comm import Control, Outcome
+from lightning_zero.checkpoint import (
+    DirectorySave,
+    Provenance,
+    Saver,
+    ShardedValue,
+    collected,
+    load,
+)
+from lightning_zero.comm import Control
 
 NUM_TENSORS = 48
 
@@ -78,18 +78,9 @@ def save_own(shards: Shards, path: str, **options: Any) -> None:
     Saver(shards.control).save({"state_dict": shards.spread()}, path, provenance, **options)
 
 
-def load_own(shards: Shards, path: str, *, is_checked: bool = True) -> None:
-    """Load as the strategy does: each part is read into its place, and checked meanwhile."""
-    whole, outcome = load(path, shards.control)["state_dict"], Outcome()
-    with outcome.attempt():
-        for n, part in enumerate(shards.parts):
-            value, stop = whole[str(n)], shards.start + len(part)
-            if not isinstance(value, LazyTensor):  # too small for that
-                part.copy_(value[shards.start : stop])
-                continue
-            value.is_checked = not is_checked
-            part.copy_(value.part(shards.start, stop, (1,)))
-    outcome.agree(shards.control, "Loading")
+def load_own(shards: Shards, path: str) -> None:
+    """Load as the strategy does: each part is copied from a mapped file, after its checksums."""
+    shards.take(load(path, shards.control)["state_dict"])
 
 
 def save_gathered(shards: Shards, path: str) -> None:
@@ -127,13 +118,10 @@ def save_alone_to(state: dict[str, Any], path: str) -> None:
 
 
 save_directory = functools.partial(save_own, kind=DirectorySave)
-load_unchecked = functools.partial(load_own, is_checked=False)
 
 CONTENDERS: dict[str, tuple[Callable[..., None], Callable[..., None], bool]] = {
     "file": (save_own, load_own, True),
-    "file unchecked": (save_own, load_unchecked, True),
     "directory": (save_directory, load_own, True),
-    "directory unchecked": (save_directory, load_unchecked, True),
     "gather": (save_gathered, load_gathered, True),
     "dcp": (save_dcp, load_dcp, True),
     "torch.save": (save_alone, load_gathered, False),

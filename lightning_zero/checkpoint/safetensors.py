@@ -1,17 +1,16 @@
 """Reading and writing safetensors files: a JSON header, then the bytes of all tensors.
 
 The format is eight bytes with the header's length, the header ``{name: {dtype, shape,
-data_offsets}}``, and the data. It is simple enough to need no package, and reading it here lets
-tensors stay in the file.
+data_offsets}}``, and the data. It is simple enough to need no package.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.file.skeleton import bytes_of
-from lightning_zero.checkpoint.open_file import OpenFile
-from lightning_zero.checkpoint.stored_bytes import StoredBytes
-from lightning_zero.checkpoint.values.boxes import Box
-from lightning_zero.checkpoint.values.lazy_tensor import LazyTensor
-from lightning_zero.checkpoint.values.places import InOneRow
+from lightning_zero.checkpoint.host_file import Place, mapped
 
 INDEX = "model.safetensors.index.json"
 """The file that says which file of a folder holds which tensor, as Hugging Face has it."""
+
+SINGLE = "model.safetensors"
+"""The only file of a folder without an index."""
 
 _DTYPES = {
     "F64": torch.float64,
@@ -48,6 +45,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _MOST_HEADER_BYTES = 100_000_000
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -55,18 +53,12 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, or of a folder with an index or one file, read on use."""
+    """Return the tensors of a file, or of a folder with an index or one file, mapped to memory."""
     if path.is_file():
         return _read_file(path)
-    index = path / INDEX
-    if not index.exists():
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            raise FileNotFoundError(
-                f"{str(path)!r} has no {INDEX} and {len(files)} safetensors files; expected an"
-                " index, or exactly one file"
-            )
-        return _read_file(files[0])
+    index = _index_of(path)
+    if index.suffix != ".json":
+        return _read_file(index)
     places: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(places.values()):
@@ -82,15 +74,29 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _index_of(folder: Path) -> Path:
+    """Return the index of a folder or its only file; of both, what was written last."""
+    index, single = folder / INDEX, folder / SINGLE
+    if index.exists() and single.exists():
+        return max(single, index, key=lambda path: path.stat().st_mtime_ns)
+    if index.exists():
+        return index
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) != 1:
+        raise FileNotFoundError(
+            f"{str(folder)!r} has no {INDEX} and {len(files)} safetensors files; expected an index,"
+            " or exactly one file"
+        )
+    return files[0]
+
+
 def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         header, start = _header(path)
-        data = StoredBytes(path, start, path.stat().st_size - start, None, kept=OpenFile(path))
-        return {
-            name: _tensor(name, entry, data)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
+        header.pop("__metadata__", None)
+        nbytes = path.stat().st_size
+        places = [_place(name, entry, start, nbytes) for name, entry in header.items()]
+        return dict(zip(header, mapped(path, nbytes, places), strict=True))
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise ValueError(f"{str(path)!r} is damaged or not a safetensors file: {error}") from error
 
@@ -106,30 +112,19 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _place(
-    name: str, entry: Mapping[str, Any], nbytes: int
-) -> tuple[torch.dtype, Sequence[int], int, int]:
-    """Return a tensor's dtype and shape, and its start and end in the ``nbytes`` of data."""
+def _place(name: str, entry: Mapping[str, Any], first: int, nbytes: int) -> Place:
+    """Return a tensor's place in a file of ``nbytes`` whose data begins at byte ``first``."""
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{name!r} has the unknown dtype {entry['dtype']!r}")
-    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
     start, stop = entry["data_offsets"]
     needed = prod(shape) * dtype.itemsize
-    if not 0 <= start <= stop <= nbytes or stop - start != needed:
+    if not 0 <= start <= stop <= nbytes - first or stop - start != needed:
         raise ValueError(
-            f"{name!r} of shape {tuple(shape)} needs {needed} bytes, but its place is bytes"
-            f" [{start}, {stop}) of {nbytes}"
+            f"{name!r} of shape {shape} needs {needed} bytes, but its place is bytes"
+            f" [{start}, {stop}) of {nbytes - first}"
         )
-    return dtype, shape, start, stop
-
-
-def _tensor(name: str, entry: Mapping[str, Any], data: StoredBytes) -> Tensor:
-    dtype, shape, start, stop = _place(name, entry, data.nbytes)
-    content = dataclasses.replace(data, offset=data.offset + start, nbytes=stop - start)
-    row = InOneRow(Box.whole(shape), dtype, content, tuple(range(len(shape))))
-    tensor = LazyTensor.of([row], shape, dtype)
-    tensor.label = name
-    return tensor
+    return dtype, shape, first + start, first + stop
 
 
 def write_safetensors(
@@ -150,13 +145,15 @@ def write_safetensors(
     files, places = [], {}
     for number, names in enumerate(groups, 1):
         file = path / (
-            f"model-{number:05}-of-{len(groups):05}.safetensors"
-            if len(groups) > 1
-            else "model.safetensors"
+            f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else SINGLE
         )
         _write_file(file, names, shapes, read)
         files.append(file)
         places.update(dict.fromkeys(names, file.name))
+    # Of an earlier model, the index would be read first, and its files be taken for this one's.
+    for old in [*path.glob("model*.safetensors"), path / INDEX]:
+        if old not in files and (old.name in (SINGLE, INDEX) or _SHARD.fullmatch(old.name)):
+            old.unlink(missing_ok=True)
     if len(groups) > 1:
         total = sum(_nbytes(*shapes[name]) for name in shapes)
         index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -202,7 +199,7 @@ def _write_file(
     with temporary.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for name in names:
-            file.write(bytes_of(read(name).contiguous()).numpy().data)
+            file.write(read(name).detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

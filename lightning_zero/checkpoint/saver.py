@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import copy
+import logging
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.file.atomic import remove
-from lightning_zero.checkpoint.file.file_save import FileSave
-from lightning_zero.checkpoint.file.format import Provenance
-from lightning_zero.checkpoint.file.skeleton import Skeleton, bytes_of
-from lightning_zero.checkpoint.save import Save
-from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.checkpoint.atomic import remove
+from lightning_zero.checkpoint.provenance import Provenance
+from lightning_zero.checkpoint.save import FileSave, Save, brought
+from lightning_zero.checkpoint.skeleton import Skeleton, bytes_of
+from lightning_zero.checkpoint.values import ShardedValue
 from lightning_zero.comm import Control, agreed
 from lightning_zero.tensors import runs_outside, uncollected
+
+log = logging.getLogger(__name__)
 
 
 class Saver:
     """A writer and remover of checkpoints; all ranks call every method together.
 
     A background save returns once this rank's values are copied to host memory. The next save waits
-    for it. Removals queue behind it and are skipped if it failed, so that a checkpoint is removed
-    only once its successor exists.
+    for it, and so does the end of the process. Removals queue behind it and are skipped if it
+    failed, so that a checkpoint is removed only once its successor exists.
     """
 
     def __init__(self, control: Control) -> None:
         self.control = control
         self._background: Control | None = None
         self._executor: ThreadPoolExecutor | None = None
-        self._running: Future[None] | None = None
-        self._removals: list[Future[None]] = []
+        self._running: list[Future[None]] = []
         self._agreed: dict[str, str] = {}
+        weakref.finalize(self, _end, self._running)
 
     @runs_outside
     @uncollected()
@@ -59,7 +62,7 @@ class Saver:
         self._background = self._background or self.control.separate()
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         save.detach(self._background)
-        self._running = self._executor.submit(save.run)
+        self._running.append(self._executor.submit(save.run))
 
     def _agree(self, path: str) -> str:
         agreed: str = self.control.broadcast_object(path)
@@ -75,22 +78,19 @@ class Saver:
         """Remove a checkpoint once the running save, if any, has succeeded."""
         if self.control.rank:
             return
-        if self._executor is None or self._running is None:
-            remove(path)
+        if self._executor is None or not self._running:
+            _remove(path)
             return
-        running = self._running
-        self._removals.append(
-            self._executor.submit(lambda: None if running.exception() else remove(path))
+        running = self._running[0]
+        self._running.append(
+            self._executor.submit(lambda: None if running.exception() else _remove(path))
         )
 
     def wait(self) -> None:
         """Wait until everything is written; raise on all ranks if that failed."""
-        running, self._running = self._running, None
-        removals, self._removals = self._removals, []
-        for removal in removals:
-            removal.result()
-        if running is not None:
-            running.result()
+        running, self._running[:] = [*self._running], []
+        for future in running:
+            future.result()
 
     def close(self) -> None:
         """Wait, and end the thread."""
@@ -102,6 +102,21 @@ class Saver:
                 self._executor = None
 
 
+def _end(running: list[Future[None]]) -> None:
+    """Wait for a save for which nobody waits any more, and report its failure."""
+    for future in running:
+        if error := future.exception():
+            log.error("The last checkpoint was not written.", exc_info=error)
+
+
+def _remove(path: str) -> None:
+    """Remove a checkpoint; a failure is no reason to end training, least of all on one rank."""
+    try:
+        remove(path)
+    except Exception as error:
+        log.warning("The old checkpoint %r could not be removed: %s", path, error)
+
+
 def collected(checkpoint: Any, control: Control) -> Any:
     """Return ``checkpoint`` with whole tensors on rank 0, unchanged on the others. A collective.
 
@@ -110,28 +125,26 @@ def collected(checkpoint: Any, control: Control) -> Any:
     with agreed(control, "Saving"):
         mine = Skeleton.of(checkpoint)
     values = mine.sharded_values()
-    whole: dict[str, torch.Tensor] = {}
-    for key in control.broadcast_object(list(values)):
-        value = values[key]
-        part = value.part_bytes
-        target = torch.empty(0, dtype=torch.uint8)
-        if control.rank == 0:
-            whole[key] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
-            target = bytes_of(whole[key].untyped_storage())
-        # Of cut parameters, the ranks' parts are not in the order of the ranks.
-        starts, sizes = zip(*control.gather_objects((value.start_byte, len(part))), strict=True)
-        places = [*starts]
-        for peer, message in control.collect(part, sizes):
-            target[places[peer] : places[peer] + len(message)] = message
-            places[peer] += len(message)
-    return _with(checkpoint, whole) if control.rank == 0 else checkpoint
+    whole: dict[int, torch.Tensor] = {}
+    is_first = control.rank == 0
+    for name in control.broadcast_object(list(values)):
+        value = values[name]
+        made = (
+            torch.empty_strided(*value.facts[:2], dtype=value.dtype) if not control.rank else None
+        )
+        for start, chunk in brought(value, control):
+            assert made is not None
+            bytes_of(made.untyped_storage())[start : start + len(chunk)] = chunk
+        if made is not None:
+            whole[id(value)] = made
+    return _with(checkpoint, whole) if is_first else checkpoint
 
 
-def _with(value: Any, whole: dict[str, torch.Tensor]) -> Any:
+def _with(value: Any, whole: dict[int, torch.Tensor]) -> Any:
     """Copy nested containers with whole tensors in place of sharded values."""
     if isinstance(value, ShardedValue):
         settled = value.settled()
-        return whole[value.key] if settled is value else settled
+        return whole[id(value)] if settled is value else settled
     if isinstance(value, dict):
         copied = copy.copy(value)
         copied.update({key: _with(item, whole) for key, item in value.items()})

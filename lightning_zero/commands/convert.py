@@ -1,39 +1,30 @@
-"""``lightning-zero convert``: checkpoints between formats, tensor by tensor."""
+"""``lightning-zero convert``: checkpoints between formats."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
-from math import prod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from lightning_zero.checkpoint import (
-    Directory,
     DirectorySave,
     FileSave,
-    LazyTensor,
     Provenance,
     ShardedValue,
-    check_values,
-    content,
-    in_memory,
-    is_directory,
-    read_file,
-    read_safetensors,
+    are_safetensors,
+    load,
     read_weights,
+    with_integer_ids,
     write_safetensors,
 )
 from lightning_zero.comm import Control, default_world_size
 from lightning_zero.commands.option import option
 from lightning_zero.memory import parse_bytes
-
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 _PLAIN = (".ckpt", ".pt", ".pth", ".bin")
 _DIRECTORY = ".dcp"
@@ -93,26 +84,34 @@ def convert(
     are never cast.
     """
     _check_alone()
-    holds_more = target.suffix in (*_PLAIN, _DIRECTORY) and not weights_only
-    weights, rest = _read(source, holds_more, trust=trust)
-    shapes: Shapes = {
-        name: (_target_dtype(value.dtype, dtype), tuple(value.shape))
+    control, is_plain = Control(alone=True), target.suffix in (*_PLAIN, _DIRECTORY)
+    # Everything is read and verified first: damaged data must not get new, valid checksums.
+    checkpoint: Any = None
+    if is_plain and not weights_only and not are_safetensors(source):
+        checkpoint = load(str(source), control, weights_only=not trust)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        weights = read_weights(str(source), control, weights_only=not trust)
+        checkpoint = {"state_dict": weights}
+    weights = checkpoint["state_dict"]
+    dtypes = {
+        name: dtype if dtype is not None and value.is_floating_point() else value.dtype
         for name, value in weights.items()
         if isinstance(value, Tensor)
     }
-    total = sum(kind.itemsize * prod(shape) for kind, shape in shapes.values())
+    total = sum(weights[name].numel() * kind.itemsize for name, kind in dtypes.items())
     with tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress) as bar:
-        if target.suffix in (*_PLAIN, _DIRECTORY):
-            _write_plain(target, weights, shapes, rest, bar.update)
-        else:
+        if is_plain:
+            cast = {name: _cast(name, value, dtypes.get(name)) for name, value in weights.items()}
+            _write(target, {**checkpoint, "state_dict": cast}, control, bar.update)
+            return
 
-            def read(name: str) -> Tensor:
-                bar.update(shapes[name][0].itemsize * prod(shapes[name][1]))
-                return in_memory(weights[name]).to(shapes[name][0])
+        def read(name: str) -> Tensor:
+            bar.update(weights[name].numel() * dtypes[name].itemsize)
+            return weights[name].to(dtypes[name])  # type: ignore[no-any-return]
 
-            is_file = target.suffix == ".safetensors"
-            write_safetensors(target, shapes, read, max_bytes=None if is_file else max_shard_bytes)
-    _verify(target, shapes, weights_only=not trust)
+        shapes = {name: (kind, tuple(weights[name].shape)) for name, kind in dtypes.items()}
+        is_file = target.suffix == ".safetensors"
+        write_safetensors(target, shapes, read, max_bytes=None if is_file else max_shard_bytes)
 
 
 def _check_alone() -> None:
@@ -125,65 +124,25 @@ def _check_alone() -> None:
         )
 
 
-def _read(source: Path, holds_more: bool, *, trust: bool) -> tuple[Mapping[str, Any], Any]:
-    """Return the weights and, if ``holds_more``, all content, after a check of the checksums."""
-    weights = read_weights(source, weights_only=not trust)
-    rest = _rest(source, weights_only=not trust) if holds_more else None
-    # Read and verify everything first: damaged data must not get new, valid checksums.
-    check_values(weights if rest is None else rest)
-    return weights, rest
+def _cast(name: str, value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a value that is cast as it is written."""
+    if dtype is None or value.dtype is dtype:
+        return value
+    dense = value.contiguous()
+    return ShardedValue.of(name, dense.view(-1), 0, dense.shape, dense.stride(), dtype)
 
 
-def _write_plain(
-    target: Path,
-    weights: Mapping[str, Any],
-    shapes: Shapes,
-    rest: Any,
-    on_written: Callable[[int], object],
+def _write(
+    target: Path, checkpoint: Any, control: Control, on_written: Callable[[int], object]
 ) -> None:
-    """Write a checkpoint; ``rest`` supplies its other content if it is one of a Trainer."""
-    values = {
-        name: ShardedValue.of_whole(value, shapes[name][0]) if name in shapes else value
-        for name, value in weights.items()
-    }
-    is_of_trainer = isinstance(rest, dict) and "state_dict" in rest
-    checkpoint = {**rest, "state_dict": values} if is_of_trainer else {"state_dict": values}
-    control = Control()
     provenance = Provenance(stage=0, world_size=1, precision="")
-    kind = DirectorySave if target.suffix == _DIRECTORY else FileSave
-    # Tensors in files are read one by one, as they are written.
-    checkpoint = tree_map_only(LazyTensor, ShardedValue.of_whole, checkpoint)
-    kind(checkpoint, str(target), control, provenance, on_written).run()
-
-
-def _rest(source: Path, *, weights_only: bool) -> Any:
-    """Read all content of the source; ``None`` if its format holds only weights."""
-    if is_directory(source):
-        return content(Directory.open(source), weights_only=weights_only)
-    return read_file(str(source), weights_only=weights_only) if source.suffix in _PLAIN else None
-
-
-def _verify(target: Path, shapes: Shapes, *, weights_only: bool) -> None:
-    """Raise unless ``target`` holds tensors of these shapes and dtypes, and no others."""
-    if target.suffix in (*_PLAIN, _DIRECTORY):
-        written = read_weights(target, weights_only=weights_only)
-    else:
-        written = read_safetensors(target)
-    found = {
-        name: (value.dtype, tuple(value.shape))
-        for name, value in written.items()
-        if isinstance(value, Tensor)
-    }
-    for name in {**shapes, **found}:
-        if shapes.get(name) != found.get(name):
-            raise ValueError(
-                f"{str(target)!r} was not written correctly: expected {name!r} to be"
-                f" {shapes.get(name)}, got {found.get(name)}."
-            )
-
-
-def _target_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and own.is_floating_point else own
+    if target.suffix == _DIRECTORY:
+        DirectorySave(checkpoint, str(target), control, provenance).run()
+        return
+    if "optimizer_states" in checkpoint:
+        states = [with_integer_ids(state) for state in checkpoint["optimizer_states"]]
+        checkpoint = {**checkpoint, "optimizer_states": states}
+    FileSave(checkpoint, str(target), control, provenance, on_written).run()
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,13 +1,14 @@
 """ZeRO in Fabric, and what the Trainer's strategy shares with it.
 
 strategy       ``ZeROStrategy`` for ``lightning.Fabric``
-checkpointing  its base class that saves and loads
+checkpointing  ``Checkpoints`` of Fabric and the Trainer; the base class that saves and loads
 module         what ``fabric.setup`` wraps
 sharding       the base class of Fabric's and the Trainer's: ranks, and how a module is sharded
 precision      precisions on pieces, for Fabric and the Trainer
 internals      every private name of Fabric in use
 """
 
+from lightning_zero.fabric.checkpointing import Checkpoints, writes_files
 from lightning_zero.fabric.internals import count_once, to_device_but_parameters
 from lightning_zero.fabric.module import ShardedModule
 from lightning_zero.fabric.precision import FabricPrecision, ShardedPrecision
@@ -15,6 +16,7 @@ from lightning_zero.fabric.sharding import Sharding, init_device
 from lightning_zero.fabric.strategy import ZeROStrategy
 
 __all__ = [
+    "Checkpoints",
     "FabricPrecision",
     "ShardedModule",
     "ShardedPrecision",
@@ -23,4 +25,5 @@ __all__ = [
     "count_once",
     "init_device",
     "to_device_but_parameters",
+    "writes_files",
 ]

@@ -1,42 +1,173 @@
-"""The base class of Fabric's strategy that saves and loads checkpoints."""
+"""Checkpoints of sharded modules and optimizers, for the strategies of Fabric and the Trainer.
+
+They are saved without gathering: by all ranks at once with Lightning's own ``TorchCheckpointIO``;
+any other writer gets whole tensors on rank 0.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_zero.checkpoint import (
+    FileSave,
     Provenance,
     Saver,
     check_optimizer_states,
     collected,
-    in_memory,
     load,
     load_module_state,
     load_optimizer_state,
-    local_optimizer_states,
+    local_optimizer_state,
+    matched,
     module_state,
     optimizer_state,
 )
-from lightning_zero.comm import Control
+from lightning_zero.comm import Control, agreed
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.module import ShardedModule
 from lightning_zero.fabric.sharding import Sharding
 from lightning_zero.optimizer import members, parameter_of
+from lightning_zero.plan import Settings
+
+
+class Checkpoints:
+    """The checkpoints of a strategy.
+
+    Args:
+        control: All ranks.
+        settings: The user's settings.
+        engines: Returns the engines that shard the modules now.
+    """
+
+    def __init__(
+        self, control: Control, settings: Settings, engines: Callable[[], Sequence[Engine]]
+    ) -> None:
+        self.control = control
+        self.saver = Saver(control)
+        self._settings = settings
+        self._engines = engines
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def engines_of(self, optimizer: Optimizer) -> list[Engine]:
+        """Return the engines of an optimizer's parameters; empty if none shards them."""
+        parameters = [parameter_of(member) for member in members(optimizer)]
+        return [
+            engine
+            for engine in self._engines()
+            if any(engine.sharded.piece(parameter) is not None for parameter in parameters)
+        ]
+
+    def optimizer_state(self, optimizer: Optimizer, label: str) -> dict[str, Any]:
+        """Return the whole state of an optimizer, with sharded values; a collective."""
+        engines = self.engines_of(optimizer) or self._engines()
+        for engine in engines:
+            engine.require_whole()
+        return optimizer_state(optimizer, engines[0], label)
+
+    def save(
+        self,
+        checkpoint: Any,
+        path: str,
+        precision: str,
+        *,
+        writer: Callable[[Any], object] | None = None,
+        in_background: bool = False,
+        kind: Callable[..., Any] = FileSave,
+    ) -> None:
+        """Write a checkpoint from all ranks, or by the user's ``writer`` on rank 0."""
+        if writer is None:
+            stage, world_size = self._settings.stage, self.control.world_size
+            origin = Provenance(stage, world_size, precision)
+            self.saver.save(checkpoint, path, origin, in_background=in_background, kind=kind)
+            return
+        everything = collected(checkpoint, self.control)
+        with agreed(self.control, f"Saving {path!r}"):
+            if self.control.rank == 0:
+                writer(everything)
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def load(self, path: str, *, weights_only: bool | None) -> Any:
+        """Return a checkpoint, whose tensors are mapped to memory; a collective."""
+        return load(path, self.control, weights_only=weights_only in (None, True))
+
+    def prepared(self, optimizers: Sequence[Optimizer], states: Any) -> list[Any]:
+        """Return states that the optimizers can load, paired in order.
+
+        Raises:
+            ValueError: A state does not fit its optimizer.
+        """
+        if not isinstance(states, Sequence):
+            raise ValueError(f"The checkpoint's optimizer states are a {type(states).__name__}.")
+        found = []
+        for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
+            try:
+                ordered = matched(state, self.names_of(optimizer))
+            except ValueError as error:
+                kind = type(optimizer).__name__
+                raise ValueError(
+                    f"The checkpoint does not fit optimizer {number} ({kind}): {error}."
+                ) from error
+            found.append(local_optimizer_state(optimizer, ordered))
+        check_optimizer_states([*optimizers], found, self._name_of)
+        return found
+
+    def load_optimizers(self, pairs: Iterable[tuple[Optimizer, Any]]) -> None:
+        """Load states that :meth:`prepared` has returned; a collective."""
+        for optimizer, state in pairs:
+            first, *others = self.engines_of(optimizer) or self._engines()
+            with contextlib.ExitStack() as loading:
+                for engine in others:
+                    loading.enter_context(engine.loading("Loading optimizer states"))
+                load_optimizer_state(optimizer, state, first)
+
+    def names_of(self, optimizer: Optimizer) -> list[list[list[str]]]:
+        """Return all names of each parameter, by the optimizer's groups."""
+        known: dict[int, list[str]] = {}
+        for engine in self._engines():
+            for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+                known.setdefault(id(parameter), []).append(name)
+        count = itertools.count()
+        names = []
+        for group in optimizer.param_groups:
+            given = group.get("param_names") or [None] * len(group["params"])
+            names.append(
+                [
+                    [*known.get(id(parameter_of(member)), ()), *filter(None, [own])]
+                    or [f"outside of the module {number}"]
+                    for member, own, number in zip(group["params"], given, count, strict=False)
+                ]
+            )
+        return names
+
+    def _name_of(self, member: Any) -> str:
+        for engine in self._engines():
+            for name, parameter in engine.module.named_parameters():
+                if parameter is parameter_of(member):
+                    return name
+        return "a parameter outside the module"
+
+
+def writes_files(plugin: CheckpointIO) -> bool:
+    """Return whether a plugin is Lightning's own, in place of which all ranks write."""
+    return type(plugin) is TorchCheckpointIO and "save_checkpoint" not in vars(plugin)
 
 
 class SavingStrategy(Sharding, DDPStrategy):
-    """Checkpoints of sharded modules and their optimizers, saved without gathering.
+    """The base class of Fabric's strategy that saves and loads checkpoints.
 
     Attributes:
         engines: The engines of all modules that were set up.
@@ -44,14 +175,9 @@ class SavingStrategy(Sharding, DDPStrategy):
 
     engines: list[Engine]
 
-    def _engines_of(self, optimizer: Optimizer) -> list[Engine]:
-        """Return the engines of an optimizer's parameters; empty if none shards them."""
-        parameters = [parameter_of(member) for member in members(optimizer)]
-        return [
-            engine
-            for engine in self.engines
-            if any(engine.sharded.piece(parameter) is not None for parameter in parameters)
-        ]
+    @functools.cached_property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(Control(), self.settings, lambda: self.engines)
 
     @override
     def save_checkpoint(
@@ -66,35 +192,22 @@ class SavingStrategy(Sharding, DDPStrategy):
             key: kept(self._state_of(key, value), (filter or {}).get(key))
             for key, value in state.items()
         }
-        if storage_options is None and type(self.checkpoint_io) is TorchCheckpointIO:
-            self._saver.save(
-                converted, str(path), self._provenance, in_background=self.settings.async_checkpoint
-            )
-        else:
-            # The user's own writer takes whole tensors.
-            whole = collected(converted, self._saver.control)
-            super().save_checkpoint(path, whole, storage_options)
+        is_ours = storage_options is None and writes_files(self.checkpoint_io)
+        inherited = super().save_checkpoint
+        self._checkpoints.save(
+            converted,
+            str(path),
+            str(self.precision.precision),
+            writer=None if is_ours else lambda whole: inherited(path, whole, storage_options),
+            in_background=self.settings.async_checkpoint,
+        )
 
     def _state_of(self, key: str, value: Any) -> Any:
         if isinstance(value, ShardedModule):
             return module_state(value.module, value.engine)
-        if isinstance(value, Optimizer) and (engines := self._engines_of(value)):
-            for engine in engines:
-                engine.require_whole()
-            return optimizer_state(value, engines[0], key)
+        if isinstance(value, Optimizer) and self._checkpoints.engines_of(value):
+            return self._checkpoints.optimizer_state(value, key)
         return value.state_dict() if isinstance(value, internals.Stateful) else value
-
-    @property
-    def _provenance(self) -> Provenance:
-        return Provenance(
-            stage=self.settings.stage,
-            world_size=self.world_size,
-            precision=str(self.precision.precision),
-        )
-
-    @functools.cached_property
-    def _saver(self) -> Saver:
-        return Saver(Control())
 
     @override
     def load_checkpoint(
@@ -104,26 +217,22 @@ class SavingStrategy(Sharding, DDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load; each rank reads its own parts of what is sharded.
+        """Load; each rank copies its own parts of what is sharded.
 
         Raises:
             KeyError: ``state`` has a key that the checkpoint lacks, though ``strict``.
-            RuntimeError: Names or shapes of a module do not fit; nothing has changed.
+            RuntimeError: Names or shapes of a module do not fit; nothing of it has changed.
             ValueError: The file is damaged or does not fit an optimizer; nothing has changed.
         """
-        self._saver.wait()
+        saver = self._checkpoints.saver
+        saver.wait()
         if type(self.checkpoint_io) is not TorchCheckpointIO:
             given = {} if weights_only is None else {"weights_only": weights_only}
             held = self.checkpoint_io.load_checkpoint(path, **given)
         else:
-            held = load(
-                self._saver.path_of(str(path)),
-                self._saver.control,
-                weights_only=weights_only in (None, True),
-                verify=self.settings.verify_checkpoint,
-            )
+            held = self._checkpoints.load(saver.path_of(str(path)), weights_only=weights_only)
         if not state:
-            return dict(whole(held))
+            return dict(copy.deepcopy(held))
         if isinstance(state, (nn.Module, Optimizer)):
             self._load([("the checkpoint", state, held)], strict=strict)
             return {}
@@ -137,43 +246,29 @@ class SavingStrategy(Sharding, DDPStrategy):
         self._load(found, strict=strict)
         for key, value, saved in found:
             if not isinstance(value, internals.Stateful):
-                state[key] = whole(saved)
-        return dict(whole(held))
+                state[key] = copy.deepcopy(saved)
+        # Copies: a program may write over the file to which the tensors are mapped.
+        return dict(copy.deepcopy(held))
 
     def _load(self, found: list[tuple[str, Any, Any]], *, strict: bool) -> None:
         """Load what has a ``load_state_dict``; check sharded optimizers before all of it."""
-        optimizers: list[tuple[str, Optimizer, Any]] = [
-            (key, value, local_optimizer_states([value], [saved])[0])
-            for key, value, saved in found
-            if isinstance(value, Optimizer) and self._engines_of(value)
-        ]
-        for key, optimizer, saved in optimizers:
-            try:
-                check_optimizer_states([optimizer], [saved], self._name_of)
-            except ValueError as error:
-                raise ValueError(f"Cannot load {key!r}. {error}") from error
+        optimizers: list[tuple[Optimizer, Any]] = []
+        for key, value, saved in found:
+            if isinstance(value, Optimizer) and self._checkpoints.engines_of(value):
+                try:
+                    optimizers.append((value, *self._checkpoints.prepared([value], [saved])))
+                except ValueError as error:
+                    raise ValueError(f"Cannot load {key!r}. {error}") from error
         for _, value, saved in found:
             if isinstance(value, ShardedModule):
                 load_module_state(value.module, value.engine, saved, strict=strict)
             elif isinstance(value, nn.Module):
-                value.load_state_dict(whole(saved), strict=strict)
-            elif any(value is optimizer for _, optimizer, _ in optimizers):
+                value.load_state_dict(saved, strict=strict)
+            elif any(value is optimizer for optimizer, _ in optimizers):
                 continue
             elif isinstance(value, internals.Stateful):
-                value.load_state_dict(whole(saved))
-        for _, optimizer, saved in optimizers:
-            first, *others = self._engines_of(optimizer)
-            with contextlib.ExitStack() as loading:
-                for engine in others:
-                    loading.enter_context(engine.loading("Loading optimizer states"))
-                load_optimizer_state(optimizer, saved, first)
-
-    def _name_of(self, member: Any) -> str:
-        for engine in self.engines:
-            for name, parameter in engine.module.named_parameters():
-                if parameter is parameter_of(member):
-                    return name
-        return "a parameter of no module"
+                value.load_state_dict(copy.deepcopy(saved))
+        self._checkpoints.load_optimizers(optimizers)
 
 
 def kept(state: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
@@ -181,8 +276,3 @@ def kept(state: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
     if keeps is None or not isinstance(state, dict):
         return state
     return {name: value for name, value in state.items() if keeps(name, value)}
-
-
-def whole(value: Any) -> Any:
-    """Return a loaded value with all of its tensors in memory."""
-    return tree_map_only(Tensor, in_memory, value)

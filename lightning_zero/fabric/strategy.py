@@ -186,7 +186,7 @@ class ZeROStrategy(SavingStrategy):
         """
         for group in optimizer.param_groups:
             group["params"] = [local_of(parameter) for parameter in group["params"]]
-        engines = self._engines_of(optimizer)
+        engines = self._checkpoints.engines_of(optimizer)
         held = [piece_among(engines)(parameter_of(member)) for member in members(optimizer)]
         if self.device_mesh is not None and None in held:
             raise ValueError(
@@ -213,7 +213,7 @@ class ZeROStrategy(SavingStrategy):
 
     def _unscaled(self, optimizer: Optimizer) -> tuple[list[Piece], Communicator] | None:
         """Return the pieces with their gradients, and the ranks; ``None`` if none is sharded."""
-        engines = self._engines_of(optimizer)
+        engines = self._checkpoints.engines_of(optimizer)
         if not engines:
             return None
         pieces = pieces_of(optimizer, piece_among(engines))

@@ -50,10 +50,7 @@ from lightning_zero.optimizer.steppers import (
 )
 from lightning_zero.optimizer.toys import (
     StateBytes,
-    is_like,
-    missing_in_state,
     state_bytes,
-    toy_state,
     whole_state_bytes,
     wraps_states,
 )

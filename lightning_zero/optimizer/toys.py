@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.optimizer_copy import bare, copy_of, stepping_toys
-from lightning_zero.optimizer.pieces import owned, parameter_of
+from lightning_zero.optimizer.pieces import parameter_of
 from lightning_zero.optimizer.steppers import members, stepper_of
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import bytes_held, is_wrapper
@@ -88,64 +88,6 @@ def _state_of(optimizer: Optimizer, number: int, toy: Parameter) -> dict[str, An
         for _ in range(2):
             copied.step()
     return dict(copied.state[toy])
-
-
-def toy_state(optimizer: Optimizer, number: int, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the state of a small toy in the param group of index ``number``.
-
-    The toy has as many dimensions as ``shape``. If it cannot be stepped, the state is empty.
-    """
-    small = [min(size, _TOY_NUMEL) for size in shape]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return _state_of(optimizer, number, Parameter(torch.ones(small)))
-    except Exception:
-        return {}  # the failure of a toy on the host says nothing about the optimizer
-
-
-def is_like(value: Any, model: Any) -> bool:
-    """Return whether an entry of a state may stand where a toy's state has ``model``."""
-    if value is None or not isinstance(model, (Tensor, int, float)):
-        return True
-    # A 0 may hold the place of numbers that come later.
-    has_dim = isinstance(model, Tensor) and model.dim() > 0
-    return isinstance(value, Tensor) or (
-        isinstance(value, (int, float)) and not (has_dim and value)
-    )
-
-
-def missing_in_state(
-    optimizer: Optimizer, number: int, options: Mapping[str, Any], state: Mapping[str, Any]
-) -> str | None:
-    """Return the first key that an optimizer misses when it steps a toy with a checkpoint's state.
-
-    Args:
-        optimizer: The optimizer that is to resume.
-        number: The index of one of its param groups.
-        options: The checkpoint's options for the group.
-        state: The checkpoint's state for a parameter of the group.
-    """
-    # Entries without a number per element are single numbers.
-    numbers = {k: v for k, v in state.items() if not isinstance(v, Tensor) or not v.dim()}
-    shaped = {k: v.dtype for k, v in state.items() if k not in numbers}
-    on_host = {key: False for key in ("capturable", "fused", "foreach") if key in options}
-    try:
-        toy = Parameter(torch.zeros(_TOY_NUMEL))
-        copied = _copy_of_group(optimizer, number, toy)
-        toy.grad = torch.ones_like(toy)
-        zeros = {key: torch.zeros_like(toy, dtype=dtype) for key, dtype in shaped.items()}
-        group = {**options, **on_host, "params": [toy]}
-        # The end of `load_state_dict`, which adds options that older checkpoints lack.
-        of_toy = {toy: {**owned(numbers), **zeros}}
-        copied.__setstate__({"state": of_toy, "param_groups": [group]})
-        _let_train(copied)
-        with torch.random.fork_rng(devices=[]), stepping_toys():
-            copied.step()
-    except KeyError as error:
-        return str(error.args[0]) if error.args else "something"
-    except Exception:
-        return None  # the failure of a toy on the host says nothing about the state
-    return None
 
 
 def _let_train(optimizer: Optimizer) -> None:

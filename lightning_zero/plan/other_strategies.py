@@ -25,6 +25,7 @@ CURES = {
     "mixed_precision": "use Trainer(precision='bf16-mixed')",
     "state_dict_type": "use checkpoint='file' or checkpoint='dcp'",
     "backward_shard": "use shard='node' (hybrid sharding), which gathers within a node",
+    "verify_checkpoint": "remove it: every load verifies the checksums of the whole file",
     "use_orig_params": "remove it: parameters keep their shapes",
 }
 """What to do instead of each argument."""

@@ -86,7 +86,6 @@ class Settings:
     restore_weights: bool = True
     checkpoint: str = "file"
     async_checkpoint: bool = False
-    verify_checkpoint: bool = False
     launcher: str = "subprocess"
 
     @classmethod

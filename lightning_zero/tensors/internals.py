@@ -294,6 +294,20 @@ def measure_together(cls: type[Any]) -> None:
     _foreach_utils._foreach_supported_types.append(cls)
 
 
+@contextlib.contextmanager
+def mapping_files_by(mapped: Callable[[str], torch.UntypedStorage]) -> Iterator[None]:
+    """Enter a context in which ``torch.load(mmap=True)`` maps files by another function."""
+    cls: Any = torch.UntypedStorage
+    own = cls.from_file
+    cls.from_file = lambda path, is_shared, nbytes: (
+        own(path, is_shared, nbytes) if is_shared else mapped(path)
+    )
+    try:
+        yield
+    finally:
+        cls.from_file = own
+
+
 def load_to_host(file: Any, **options: Any) -> Any:
     """Call ``torch.load`` with all tensors in host memory.
 

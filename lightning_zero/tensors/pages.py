@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from torch import Tensor
 
 LARGE_BYTES = 4 * 2**20
 """Size from which huge pages are asked for: smaller memory would get one at most."""
 
 _HUGE = getattr(mmap, "MADV_HUGEPAGE", None)
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # not in Python's mmap before 3.13
 _POPULATE_WRITE = 23  # of Linux 5.14 and newer; not in Python's mmap
 _libc = ctypes.CDLL(None)
 
@@ -31,6 +35,21 @@ def private_map(nbytes: int) -> mmap.mmap:
         with contextlib.suppress(AttributeError, OSError):  # not every system has both
             memory.madvise(getattr(mmap, advice))
     return memory
+
+
+def mapped_storage(path: Path | str) -> torch.UntypedStorage:
+    """Return the bytes of a file, mapped to memory; changes stay in this process.
+
+    Torch's own mapping reserves memory for changes of the whole file, which the system refuses if
+    the file is larger than its memory.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        flags, access = mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+        memory = mmap.mmap(descriptor, 0, flags=flags, prot=access)
+    finally:
+        os.close(descriptor)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
 def ask_for_large_pages(tensor: Tensor) -> None:

@@ -20,9 +20,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, Callback, StochasticWei
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import nn
 
-from lightning_zero.checkpoint import ReadingAssigned
 from lightning_zero.engine import Engine, Replacements
 from lightning_zero.trainer import internals
 
@@ -48,7 +46,6 @@ class AdaptedCallbacks:
     """The Trainer's callbacks, adapted to a sharded module until :meth:`remove`.
 
     Args:
-        module: The module. It and the callbacks may assign loaded tensors to ``parameter.data``.
         callbacks: The Trainer's callbacks.
         loggers: The Trainer's loggers.
 
@@ -56,13 +53,11 @@ class AdaptedCallbacks:
         MisconfigurationException: One of them is a ``BatchSizeFinder``.
     """
 
-    def __init__(
-        self, module: nn.Module, callbacks: Iterable[Callback], loggers: Iterable[Any]
-    ) -> None:
+    def __init__(self, callbacks: Iterable[Callback], loggers: Iterable[Any]) -> None:
         self._replaced = Replacements()
         self._engine: Engine | None = None
         self._awaiting: list[Callable[[], None]] = []
-        for callback in (module, *callbacks):
+        for callback in callbacks:
             if isinstance(callback, BatchSizeFinder):
                 raise MisconfigurationException(
                     "BatchSizeFinder does not work under ZeRO, as under DDP: a rank that runs out"
@@ -71,9 +66,8 @@ class AdaptedCallbacks:
                     " any size without running it."
                 )
             # An average also loads weights into the module, which the strategy would overwrite.
-            is_average = isinstance(callback, _AVERAGING[1:])
-            load = self._load_later if is_average else _load_reading
-            self._replaced.wrap(callback, "on_load_checkpoint", load)
+            if isinstance(callback, _AVERAGING[1:]):
+                self._replaced.wrap(callback, "on_load_checkpoint", self._load_later)
         for logger in loggers:
             if isinstance(logger, TensorBoardLogger) and internals.draws_graphs(logger):
                 self._replaced.wrap(logger, "log_graph", _draw_nothing)
@@ -100,11 +94,6 @@ class AdaptedCallbacks:
     def remove(self) -> None:
         """Restore the methods of the callbacks and loggers."""
         self._replaced.remove()
-
-
-def _load_reading(load: Callable[..., Any], *args: Any) -> Any:
-    with ReadingAssigned():
-        return load(*args)
 
 
 def _draw_nothing(*_: Any, **__: Any) -> None:

@@ -61,9 +61,3 @@ def signal_connector(trainer: Any) -> Any:
 def draws_graphs(logger: Any) -> bool:
     """Return whether a logger's ``log_graph`` is enabled; TensorBoard's is off by default."""
     return bool(getattr(logger, "_log_graph", True))
-
-
-def wait_for_plugin(plugin: Any) -> None:
-    """Wait until a plugin that saves in a thread has called the one that it wraps."""
-    if getattr(plugin, "_executor", None) is not None:
-        plugin._executor.submit(lambda: None).result()

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_zero.checkpoint import Saver
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
+from lightning_zero.fabric import Checkpoints
 from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.signals import Signals
@@ -31,7 +31,7 @@ class Run:
 
     Attributes:
         comm: Connects the ranks.
-        saver: Writes checkpoints.
+        checkpoints: Saves and loads.
         callbacks: The Trainer's callbacks while they are adapted.
         signals: Answers signals on all ranks together, in ``fit``.
         stand_ins: Undoes replacements at teardown, last one first.
@@ -44,7 +44,7 @@ class Run:
     """
 
     comm: Communicator
-    saver: Saver
+    checkpoints: Checkpoints
     callbacks: AdaptedCallbacks | None = None
     signals: Signals | None = None
     stand_ins: ExitStack = field(default_factory=ExitStack)

@@ -18,10 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_inf
 from torch import nn
 from typing_extensions import override
 
-from lightning_zero.checkpoint import Saver, make_ordinary
 from lightning_zero.deepspeed import Config
-from lightning_zero.engine import Engine, forget_values
-from lightning_zero.fabric import count_once, init_device, to_device_but_parameters
+from lightning_zero.engine import forget_values
+from lightning_zero.fabric import Checkpoints, count_once, init_device, to_device_but_parameters
 from lightning_zero.memory import summary
 from lightning_zero.optimizer import stepper_of
 from lightning_zero.parameters import make_distributed
@@ -95,8 +94,6 @@ class ZeROStrategy(SavingStrategy):
         checkpoint: Format to save: ``"file"``, one plain ``.ckpt``, or ``"dcp"``, a directory of
             torch.distributed.checkpoint. Both can be loaded either way.
         async_checkpoint: Write checkpoints in the background, from a copy in host memory.
-        verify_checkpoint: Read every loaded checkpoint in full and compare its checksums, each
-            tensor on one rank. Otherwise a rank checks what it reads, as far as checksums allow.
         launcher: ``"subprocess"``, ``"spawn"``, ``"fork"`` or ``"notebook"``, as in ``ddp``,
             ``ddp_spawn``, ``ddp_fork`` and ``ddp_notebook``.
         config: A DeepSpeed configuration to take arguments from: a dictionary or a JSON file.
@@ -138,7 +135,6 @@ class ZeROStrategy(SavingStrategy):
         restore_weights: bool = True,
         checkpoint: Literal["file", "dcp"] = "file",
         async_checkpoint: bool = False,
-        verify_checkpoint: bool = False,
         launcher: Literal["subprocess", "spawn", "fork", "notebook"] = "subprocess",
         config: str | Path | dict[str, Any] | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -191,14 +187,15 @@ class ZeROStrategy(SavingStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         comm = self._connect()
-        self._run = Run(comm, Saver(comm.control))
+        checkpoints = Checkpoints(
+            comm.control, self.settings, lambda: [self.engine] if self.engine else []
+        )
+        self._run = Run(comm, checkpoints)
         if (mesh := self.device_mesh) is not None:
             internals.set_device_mesh(self._module, mesh)
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
-            self._run.callbacks = AdaptedCallbacks(
-                self._module, callbacks_of(trainer), trainer.loggers
-            )
+            self._run.callbacks = AdaptedCallbacks(callbacks_of(trainer), trainer.loggers)
             self._run.stand_ins.callback(self._run.callbacks.remove)
 
     @override
@@ -222,7 +219,6 @@ class ZeROStrategy(SavingStrategy):
                 f"{type(module).__name__} has no parameters, so there is nothing to shard."
                 " Build its layers in `__init__` or `configure_model`, or use another strategy."
             )
-        make_ordinary(module)
         # An earlier run, or a load that failed, may have left the module at rest; its values are
         # loaded again.
         is_blank = run.pending is not None and forget_values(module)
@@ -247,10 +243,8 @@ class ZeROStrategy(SavingStrategy):
         self._announce()
         self.setup_precision_plugin()
 
-    def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> Engine:
-        """Return the run's engine, made on the first call."""
-        if self._open_engine is not None:
-            return self._open_engine
+    def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
+        """Make the run's engine."""
         self.engine = self._sharded(
             module,
             self._current.comm,
@@ -261,7 +255,6 @@ class ZeROStrategy(SavingStrategy):
         )
         self.precision_plugin.attach(self.engine)
         self.model = module
-        return self.engine
 
     @override
     def model_to_device(self) -> None:
@@ -317,7 +310,7 @@ class ZeROStrategy(SavingStrategy):
         with ExitStack() as endings:
             for end in reversed(
                 [
-                    *((run.stand_ins.close, run.saver.close) if run else ()),
+                    *((run.stand_ins.close, run.checkpoints.saver.close) if run else ()),
                     self._end_engine,
                     self._move_to_host,
                     self.precision_plugin.teardown,

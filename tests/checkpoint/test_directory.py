@@ -34,25 +34,17 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_zero import ZeROStrategy, load_weights
 from lightning_zero.checkpoint import (
-    DamageError,
-    Directory,
     DirectorySave,
-    LazyTensor,
     Provenance,
     Saver,
-    content,
-    in_memory,
     load,
     module_state,
     optimizer_state,
-    read_file,
     read_weights,
 )
-from lightning_zero.checkpoint.values.boxes import boxes, dense_stride, inverse, memory_order
+from lightning_zero.checkpoint.values import boxes_in_memory
 from lightning_zero.comm import Control
-from lightning_zero.commands import convert, damage, describe, main
-from lightning_zero.parameters.piece import PieceRange
-from lightning_zero.plan import Slot
+from lightning_zero.commands import convert, describe, main
 from tests.oracle import by_trainer, resharding
 from tests.oracle.checkpoints import (
     CPU,
@@ -73,28 +65,22 @@ from tests.oracle.ranks import Pools
 def test_boxes_are_the_range_in_its_order() -> None:
     for shape in [(), (5,), (3, 4), (2, 1, 3), (2, 3, 2, 2), (0, 3), (1, 1)]:
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        for start in range(whole.numel() + 1):
-            for stop in range(start, whole.numel() + 1):
-                found = list(boxes(shape, start, stop))
-                parts = [whole[box.slices].flatten() for box in found]
-                expected = torch.arange(start, stop)
-                assert torch.equal(torch.cat([expected[:0], *parts]), expected)
-                assert len(found) <= max(1, 2 * len(shape) - 1)
-                assert all(box.is_inside(shape) for box in found)
-
-
-def test_memory_order() -> None:
-    for shape in [(), (4,), (2, 3, 4), (2, 1, 3, 2), (1, 1)]:
-        plain = torch.empty(shape)
-        others = [plain.transpose(0, -1)] if shape else []
+        others = [whole.transpose(0, -1)] if shape else []
         if len(shape) == 4:
-            others.append(plain.contiguous(memory_format=torch.channels_last))
-        for tensor in (plain, *others):
-            order = memory_order(tensor.shape, tensor.stride())
-            assert tensor.permute(order).is_contiguous()
-            assert tensor.permute(order).permute(inverse(order)).shape == tensor.shape
-            dense = dense_stride(tensor.shape, order)
-            assert torch.empty_strided(tensor.shape, dense).permute(order).is_contiguous()
+            others.append(whole.contiguous(memory_format=torch.channels_last))
+        for tensor in (whole, *others):
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+            for start in range(whole.numel() + 1):
+                for stop in range(start, whole.numel() + 1):
+                    found = list(boxes_in_memory(tensor.shape, tensor.stride(), start, stop))
+                    assert len(found) <= max(1, 2 * len(shape) - 1)
+                    parts = []
+                    for offsets, sizes in found:
+                        pairs = zip(offsets, sizes, strict=True)
+                        part = tensor[tuple(slice(o, o + n) for o, n in pairs)].flatten()
+                        parts.append(part.sort().values if tensor is not whole else part)
+                    held = torch.cat([flat[:0], *parts])
+                    assert torch.equal(held.sort().values, flat[start:stop].sort().values)
 
 
 # -- what others read ------------------------------------------------------------------------------
@@ -186,7 +172,6 @@ def test_torch_and_lightning_read_what_the_plain_file_holds(
         assert_same(ours, {**plain, "state_dict": dict(plain["state_dict"])}, path)
         weights = ours["state_dict"]
         assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr()
-        assert damage(Path(path)) == damage(tmp_path / "ours.ckpt") == []
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -309,15 +294,9 @@ def test_a_program_without_lightning(ranks: Pools, tmp_path: Path) -> None:
         module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
         load_weights(module, tmp_path / name)
         assert_same(dict(module.state_dict()), expected, name)
-    columns = read_weights(tmp_path / "columns")["w"]
-    assert isinstance(columns, LazyTensor)
-    assert len(columns.places) == 2
-    for start, stop in ((0, 30), (3, 4), (4, 21)):
-        assert torch.equal(
-            columns.part(start, stop, (5, 1)).clone(), torch.arange(30.0)[start:stop]
-        )
+    assert torch.equal(weights_in(tmp_path / "columns")["w"], torch.arange(30.0).view(6, 5))
     convert(tmp_path / "bare", tmp_path / "folder", max_shard_bytes=100)
-    folder = {name: in_memory(value) for name, value in read_weights(tmp_path / "folder").items()}
+    folder = weights_in(tmp_path / "folder")
     assert_same(folder, dict(sorted(expected.items())), "folder")
     found = torch_file(tmp_path / "bare")
     assert found["optimizer_states"][0]["param_groups"][0]["params"] == [0, 1, 2, 3]
@@ -402,7 +381,7 @@ def test_a_plain_program(tmp_path: Path) -> None:
     assert_same(ordered(found["optimizer_states"]), ordered([adam.state_dict()]))
     dcp.save({"other": {"w": torch.ones(1)}}, checkpoint_id=tmp_path / "other", no_dist=True)
     with pytest.raises(ValueError, match="under 'state_dict' or 'model', but it has 'other'"):
-        read_weights(tmp_path / "other")
+        weights_in(tmp_path / "other")
 
 
 # -- the Trainer -----------------------------------------------------------------------------------
@@ -503,9 +482,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks: Pools, tmp_path: Path
     assert first == second
     limit, background, differs, strange, listed, named, mine, proc = first
     for text in (limit, background):
-        assert text.startswith("OSError: Saving")
-        assert "name' failed: on rank 1: [Errno 27] File too large" in text
-    assert "on rank 1: this rank's checkpoint has no 'whole'" in differs
+        assert "name' failed: on rank 1: " in text
+    assert "on rank 1: this rank's checkpoint has no 'state_dict.whole'" in differs
     assert "on rank 0: " in strange
     assert "lambda" in strange
     assert "sharded tensors under 'more', in a list" in listed
@@ -517,12 +495,15 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks: Pools, tmp_path: Path
     assert fill_of(tmp_path / "name") == 1.0
 
 
+def weights_in(path: Path) -> dict[str, Any]:
+    return read_weights(str(path), Control())
+
+
 def fill_of(path: Path) -> float:
     """The number that a directory by ``some`` is full of."""
-    found = content(Directory.open(path))
+    found = load(str(path), Control())
     for value in found["state_dict"].values():
         assert value.eq(found["fill"]).all()
-    assert damage(path) == []
     return float(found["fill"])
 
 
@@ -535,13 +516,6 @@ def test_a_killed_rank_leaves_the_last_directory_whole(tmp_path: Path, kills: in
             shutil.rmtree(path)
         kill_in_mid_save(path, chance, kind=DirectorySave)
         assert fill_of(path) >= 1.0
-    # Whatever was left behind goes with the next save, of either kind; also half an exchange of
-    # names where the system has none at once.
-    (tmp_path / ".left.0123abcd.saving").mkdir()
-    os.rename(path, tmp_path / ".name.0123abcd.aside")
-    Saver(Control()).save(some(Control(), 1.0), str(tmp_path / "file.ckpt"), PROVENANCE)
-    assert sorted(os.listdir(tmp_path)) == ["file.ckpt", "name"]
-    assert fill_of(path) >= 1.0
 
 
 def test_names_are_exchanged_without_help_of_the_system(
@@ -553,10 +527,10 @@ def test_names_are_exchanged_without_help_of_the_system(
         Saver(control).save(some(control, fill), str(tmp_path / "name"), PROVENANCE, kind=kind)
     assert fill_of(tmp_path / "name") == 2.0
     Saver(control).save(some(control, 3.0), str(tmp_path / "name"), PROVENANCE)
-    assert read_file(str(tmp_path / "name"))["fill"] == 3.0
+    assert load(str(tmp_path / "name"), control)["fill"] == 3.0
     os.symlink("name", tmp_path / "last")
     Saver(control).save(some(control, 4.0), str(tmp_path / "last"), PROVENANCE, kind=DirectorySave)
-    assert read_file(str(tmp_path / "name"))["fill"] == 3.0
+    assert load(str(tmp_path / "name"), control)["fill"] == 3.0
     assert fill_of(tmp_path / "last") == 4.0
     assert sorted(os.listdir(tmp_path)) == ["last", "name"]
 
@@ -572,24 +546,21 @@ def resume_from_bad(folder: str) -> list[str]:
         trainer = make_trainer(ZeROStrategy(3), max_epochs=2)
         before = {name: p.detach().clone() for name, p in module.named_parameters()}
         text = told(trainer.fit, module, rows(), ckpt_path=path)
-        for name, parameter in module.named_parameters():
-            assert torch.equal(parameter, before[name]), name
+        if "does not fit" not in text:  # else the module stays sharded
+            for name, parameter in module.named_parameters():
+                assert torch.equal(parameter, before[name]), name
         return text
 
     trainer = make_trainer(ZeROStrategy(3, checkpoint="dcp"))
     trainer.fit(Regression(), rows())
     trainer.save_checkpoint(f"{folder}/good")
     if trainer.is_global_zero:
-        for name in ("missing", "cut", "changed"):
+        for name in ("missing", "cut"):
             shutil.copytree(f"{folder}/good", f"{folder}/{name}")
         os.unlink(f"{folder}/missing/__1_0.distcp")
         os.truncate(f"{folder}/cut/__1_0.distcp", 100)
-        chunk = Directory.open(Path(f"{folder}/changed")).chunks[-1]
-        with chunk.file.open("r+b") as file:
-            file.seek(chunk.offset)
-            file.write(bytes(chunk.nbytes))
     trainer.strategy.barrier()
-    names = ("missing", "cut", "changed", "none")
+    names = ("missing", "cut", "none")
     found = [attempt(Regression(), f"{folder}/{name}") for name in names]
     return [*found, attempt(Wider(), f"{folder}/good")]
 
@@ -599,11 +570,10 @@ def test_a_bad_directory_is_one_clear_error_and_changes_nothing(
 ) -> None:
     first, second = ranks(2).run(resume_from_bad, str(tmp_path))
     assert first == second
-    missing, cut, changed, none, wider = first
+    missing, cut, none, wider = first
     assert missing.startswith("FileNotFoundError: Loading")
-    assert "'__1_0.distcp' of the checkpoint" in missing
-    assert "the file '__1_0.distcp' is too short" in cut
-    assert "is damaged or not a checkpoint: at byte" in changed
+    assert "missing/__1_0.distcp'" in missing
+    assert "cut' is damaged or not a checkpoint" in cut
     assert none.startswith("FileNotFoundError")
     assert "good' does not fit" in wider
     assert "head.weight" in wider
@@ -643,93 +613,76 @@ def test_later_directories_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "later"), Control())
 
 
-def test_damaged_directories_are_refused_or_found(tmp_path: Path) -> None:
+def test_damaged_directories_are_refused_or_read(tmp_path: Path) -> None:
+    """What is read of a damaged directory is of the right form; torch's have no checksums."""
     control, path = Control(), tmp_path / "name"
     checkpoint = some(control, 1.0, numel=300)
-    checkpoint["state_dict"]["more"] = torch.full((9,), 1.0)
     Saver(control).save(checkpoint, str(path), PROVENANCE, kind=DirectorySave)
-    chance, outcomes = random.Random(0), {"refused": 0, "right": 0, "found": 0}
+    chance, num_refused = random.Random(0), 0
     names = ("__0_0.distcp", "meta.pt", ".metadata")
     contents = {name: (path / name).read_bytes() for name in names}
-    for name in ["__0_0.distcp"] * 80 + ["meta.pt"] * 40 + [".metadata"] * 80:
+    for name in ["__0_0.distcp"] * 40 + ["meta.pt"] * 20 + [".metadata"] * 60:
         (path / name).write_bytes(damaged(contents[name], chance))
-        outcomes[what_becomes(path, control, has_checksums=name != ".metadata")] += 1
+        error = told(load, str(path), control)
+        assert error == "no error" or "name" in error
+        num_refused += error != "no error"
         (path / name).write_bytes(contents[name])
-    assert outcomes["refused"] > 60
-    assert outcomes["found"] > 3
+    assert num_refused > 50
 
 
-def what_becomes(path: Path, control: Control, *, has_checksums: bool) -> str:
-    """Tell if a damaged directory is refused, right all the same, or known by its checksums."""
-    try:
-        found = load(str(path), control)
-    except (ValueError, FileNotFoundError) as error:
-        return "refused" if path.name in str(error) else "refused without its name"
-    state = found["state_dict"]
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    is_right = found.get("fill") == 1.0 and list(state) == ["whole", "plain", "more"]
-    try:
-        is_right = is_right and all(tensor.eq(1).all() for tensor in tensors)
-    except DamageError:
-        return "found"
-    if is_right:
-        assert [tensor.numel() for tensor in tensors] == [300, 7, 9]
-        return "right"
-    # The table has no checksum; a wrong one is known by other names, shapes or values.
-    assert damage(path) or not has_checksums, "wrong values that no checksum shows"
-    return "found"
+# -- states by name --------------------------------------------------------------------------------
 
 
-# -- tensors that are not read yet -----------------------------------------------------------------
+class Swapped(Regression):
+    """A project whose layers, of equal shapes, are made in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = self.net.blocks
+        order = reversed(dict(blocks.named_children()))
+        self.net.blocks = torch.nn.ModuleDict({name: blocks[int(name)] for name in order})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in sorted(self.net.blocks):
+            x = self.net.blocks[name](x)
+        return x
 
 
-@pytest.mark.parametrize("buffer_bytes", [8 * 2**20, 16, 1])
-def test_stored_tensors_are_tensors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, buffer_bytes: int
-) -> None:
-    monkeypatch.setattr("lightning_zero.checkpoint.values.places.BUFFER_BYTES", buffer_bytes)
-    control, path = Control(), tmp_path / "name"
-    value = torch.arange(24.0).view(2, 3, 4)
-    images = torch.randn(2, 3, 2, 2).contiguous(memory_format=torch.channels_last)
-    state = {"a": value, "b": images, "c": torch.tensor(3)}
-    Saver(control).save({"state_dict": state}, str(path), PROVENANCE, kind=DirectorySave)
-    found = read_weights(path)
-    stored = found["a"]
-    assert isinstance(stored, LazyTensor)
-    assert (stored.shape, stored.dtype, stored.nbytes) == (value.shape, value.dtype, 96)
-    turned = torch.empty_strided(value.shape, (3, 1, 6)).copy_(value)  # as another module has it
-    for start, stop in ((0, 24), (5, 17), (3, 3), (7, 8)):
-        part = stored.part(start, stop, turned.stride())
-        assert torch.equal(part, turned.as_strided((24,), (1,))[start:stop])
-        part = stored.part(start, stop, value.stride())
-        assert torch.equal(part, value.flatten()[start:stop])
-        part = found["b"].part(start, stop, images.stride())  # type: ignore[attr-defined]
-        assert torch.equal(part, images.as_strided((24,), (1,))[start:stop])
-        slot = Slot("a", tuple(value.shape), value.stride(), 0)
-        part = PieceRange(slot, start, stop, slice(0, stop - start)).part_of(stored)
-        # Nothing else is read: it is no part of a whole.
-        assert part.clone().untyped_storage().nbytes() == 4 * (stop - start)
-        assert torch.equal(part, value.flatten()[start:stop])
-    assert torch.equal(torch.cat([stored, stored]), torch.cat([value, value]))
-    assert torch.equal(pickle.loads(pickle.dumps(stored)), value)
-    assert torch.equal(stored * 2, value * 2)
-    assert stored.value is None
-    assert found["c"].item() == 3
-    # What a hook edits stays edited, in place, by index and through a view.
-    stored.mul_(2)
-    stored[0, 0, 0] = 7
-    stored.view(-1)[1] = 8
-    expected = value * 2
-    expected.view(-1)[:2] = torch.tensor([7.0, 8.0])
-    assert torch.equal(stored, expected)
-    assert torch.equal(stored.as_strided((3,), (1,), 0), expected.flatten()[:3])
-    module = torch.nn.Module()
-    module.register_buffer("a", torch.zeros(2, 3, 4))
-    module.load_state_dict({"a": stored})
-    assert torch.equal(module.a, expected)
-    shutil.rmtree(path)
-    with pytest.raises(FileNotFoundError, match="distcp"):
-        found["b"].sum()
+class Ordered(Swapped):
+    """The same, in the order of their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = self.net.blocks
+        self.net.blocks = torch.nn.ModuleDict({name: blocks[name] for name in sorted(blocks)})
+
+
+def resume_swapped(folder: str) -> list[Any]:
+    """Whether moments go by name: with a directory's, and with those of torch's groups."""
+    found = []
+    for kind, is_named in (("dcp", False), ("file", True)):
+        path, results = f"{folder}/{kind}", []
+        for cls in (Ordered, Swapped):
+            module = cls()
+
+            def optimizer(module: Any = module, named: bool = is_named) -> Any:
+                given = module.named_parameters() if named else module.parameters()
+                return torch.optim.AdamW(given, lr=0.05)
+
+            module.configure_optimizers = optimizer  # type: ignore[method-assign]
+            trainer = make_trainer(ZeROStrategy(3, checkpoint=kind), max_epochs=2)
+            if cls is Ordered:
+                first = make_trainer(ZeROStrategy(3, checkpoint=kind))
+                first.fit(module, rows())
+                first.save_checkpoint(path)
+            trainer.fit(module, rows(), ckpt_path=path)
+            results.append({k: v.detach().clone() for k, v in module.named_parameters()})
+        found.append(all(torch.equal(v, results[1][k]) for k, v in results[0].items()))
+    return found
+
+
+def test_states_are_matched_by_name(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(2).run(resume_swapped, str(tmp_path)) == [[True, True]] * 2
 
 
 # -- the commands ----------------------------------------------------------------------------------
@@ -751,21 +704,14 @@ def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = torch.load(tmp_path / "c.ckpt", weights_only=True)
     assert_same(found, checkpoint)
     convert(tmp_path / "b.dcp", tmp_path / "d.safetensors", dtype=torch.bfloat16)
-    cast = read_weights(tmp_path / "d.safetensors")
+    cast = weights_in(tmp_path / "d.safetensors")
     assert torch.equal(cast["planes"], checkpoint["state_dict"]["planes"].bfloat16())
     convert(tmp_path / "d.safetensors", tmp_path / "e.dcp", dtype=torch.float32)
-    assert read_weights(tmp_path / "e.dcp")["planes"].dtype is torch.float32
+    assert weights_in(tmp_path / "e.dcp")["planes"].dtype is torch.float32
     convert(tmp_path / "b.dcp", tmp_path / "f.dcp", weights_only=True)
-    assert "optimizer_states" not in content(Directory.open(tmp_path / "f.dcp"))
+    assert "optimizer_states" not in load(str(tmp_path / "f.dcp"), Control())
     capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "b.dcp"), "--verify"]) == 0
+    assert main(["inspect", str(tmp_path / "b.dcp")]) == 0
     text = capsys.readouterr().out
     for words in ("epoch 3, step 7", "written by `lightning-zero convert`", "(2, 3, 2, 2)"):
         assert words in text
-    assert "All checksums match." in text
-    chunk = Directory.open(tmp_path / "b.dcp").chunks[0]
-    with chunk.file.open("r+b") as file:
-        file.seek(chunk.place.content.offset)
-        file.write(b"\x55")
-    assert main(["inspect", str(tmp_path / "b.dcp"), "--verify"]) == 1
-    assert "__0_0.distcp is damaged at byte" in capsys.readouterr().out

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import random
+import re
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,10 +16,11 @@ import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFile
 
-from lightning_zero.checkpoint import DamageError, Provenance, Saver, load, read_file
-from lightning_zero.checkpoint.file.format import FORMAT
+from lightning_zero.checkpoint import DirectorySave, FileSave, Provenance, Saver, load
+from lightning_zero.checkpoint.atomic import this_host
 from lightning_zero.comm import Control, SyncPoint
 from lightning_zero.commands import damage, describe
 from tests.oracle.checkpoints import (
@@ -24,7 +28,6 @@ from tests.oracle.checkpoints import (
     Hostile,
     damaged,
     kill_in_mid_save,
-    nothing_is_small,
     saves_to_a_full_disk,
     some,
     told,
@@ -152,12 +155,12 @@ def save_to_own_folder(folder: str) -> tuple[bytes, list[str]]:
     control = Control()
     Saver(control).save(some(control, 3.0), "/proc/self/cwd/new/file.ckpt", PROVENANCE)
     path = f"memory:/{folder}/file.ckpt"
-    with messages("lightning_zero.checkpoint.file.file_save") as records:
+    with messages("lightning_zero.checkpoint.save") as records:
         for _ in range(2):
             Saver(control).save(some(control, 3.0), path, PROVENANCE)
     if control.rank:
         return b"", records
-    assert read_file(path)["state_dict"]["whole"].eq(3).all()
+    assert load(path, Control(alone=True))["state_dict"]["whole"].eq(3).all()
     return bytes(fsspec.filesystem("memory").cat(f"{folder}/file.ckpt")), records
 
 
@@ -167,9 +170,9 @@ def test_streamed_file_is_the_same_file(ranks: Pools, tmp_path: Path, world: int
         (tmp_path / str(rank)).mkdir()
     (remote, told_first), *others = ranks(world).run(save_to_own_folder, str(tmp_path))
     assert len(told_first) == 1
-    assert "streamed through rank 0" in told_first[0]
+    assert "rank 0 writes it for all" in told_first[0]
     assert str(tmp_path) in told_first[0]
-    assert all(records == [] for _, records in others)
+    assert all(len(records) <= 1 for _, records in others)
     ranks(world).run(save_in, str(tmp_path / "shared.ckpt"), 3.0)
     expected = (tmp_path / "shared.ckpt").read_bytes()
     assert (tmp_path / "0" / "new" / "file.ckpt").read_bytes() == expected
@@ -207,12 +210,111 @@ def test_a_killed_rank_leaves_the_last_file_whole(tmp_path: Path, kills: int) ->
     assert sorted(os.listdir(tmp_path)) == ["file.ckpt", "other.ckpt"]
 
 
-def test_leftovers_go_and_files_in_work_stay(tmp_path: Path) -> None:
-    (tmp_path / ".file.ckpt.0123abcd.saving").write_bytes(b"of a dead process")
-    (tmp_path / ".mine").write_bytes(b"of the user")
-    (tmp_path / ".mine.saving").write_bytes(b"of another program")
+def test_leftovers_of_dead_processes_of_this_host_go(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    here = this_host()
+    kept = [
+        ".mine",
+        ".mine.saving",
+        f".file.ckpt.{here}-{os.getpid()}-0123abcd.saving",  # in work
+        f".file.ckpt.0000{here[4:]}-{ended.pid}-0123abcd.saving",  # of another host
+    ]
+    for name in (*kept, f".file.ckpt.{here}-{ended.pid}-0123abcd.saving"):
+        (tmp_path / name).write_bytes(b"unfinished")
     save_in(str(tmp_path / "file.ckpt"), 1.0)
-    assert sorted(os.listdir(tmp_path)) == [".mine", ".mine.saving", "file.ckpt"]
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "file.ckpt"])
+
+
+def test_only_what_a_save_has_written_is_removed(tmp_path: Path) -> None:
+    control, path = Control(), tmp_path / "name"
+    saver = Saver(control)
+    saver.save(some(control, 1.0), str(path), PROVENANCE, kind=DirectorySave)
+    (path / "notes.txt").write_text("mine")
+    for kind in (FileSave, DirectorySave):
+        error = told(saver.save, some(control, 2.0), str(path), PROVENANCE, kind=kind)
+        assert "holds something other than a checkpoint ('notes.txt')" in error
+    assert load(str(path), control)["fill"] == 1.0
+    saver.remove(str(path))
+    assert os.listdir(path) == ["notes.txt"]
+
+
+def test_a_crash_between_renames_leaves_a_checkpoint_that_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, path = Control(), tmp_path / "last.ckpt"
+    save = functools.partial(Saver(control).save, kind=DirectorySave)
+    save(some(control, 1.0), str(path), PROVENANCE)
+    rename = os.rename
+
+    def crash(source: Any, target: Any) -> None:
+        if str(source).endswith(".saving"):
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+    monkeypatch.setattr("os.rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        save(some(control, 2.0), str(path), PROVENANCE)
+    monkeypatch.setattr("os.rename", rename)
+    assert not path.exists()
+    assert load(str(path), control)["fill"] == 1.0
+    (aside,) = tmp_path.iterdir()
+    # By this, Lightning recognizes the file that ``ckpt_path="last"`` asks for.
+    assert aside.suffix == ".ckpt"
+    assert re.match(r"^last(-(\d+))?", aside.stem)
+    save(some(control, 3.0), str(path), PROVENANCE)
+    assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
+    assert load(str(path), control)["fill"] == 3.0
+
+
+def remove_in_vain(folder: str) -> None:
+    control, path = Control(), f"{folder}/old.ckpt"
+    saver = Saver(control)
+    saver.save(some(control, 1.0), path, PROVENANCE)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        messages("lightning_zero.checkpoint.saver") as records,
+    ):
+        patch.setattr("os.unlink", lambda path: os.rmdir("/nowhere"))
+        saver.remove(path)
+        saver.save(some(control, 2.0), f"{folder}/new.ckpt", PROVENANCE, in_background=True)
+        saver.remove(path)
+        saver.close()
+    assert sum("could not be removed" in one for one in records) == (0 if control.rank else 2)
+
+
+def test_a_failed_removal_is_a_warning(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(remove_in_vain, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["new.ckpt", "old.ckpt"]
+
+
+# -- URLs ------------------------------------------------------------------------------------------
+
+
+class Counted(AbstractFileSystem):
+    """A store that notes each download in a folder, for all processes."""
+
+    protocol = "counted"
+
+    def exists(self, path: str, **_: Any) -> bool:
+        return not path.endswith(".metadata")
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        place = Path("/", self._strip_protocol(path))
+        place.with_suffix(f".{os.getpid()}").touch()
+        return place.open(mode)
+
+
+def load_counted(path: str) -> float:
+    fsspec.register_implementation("counted", Counted, clobber=True)
+    return float(load(f"counted:/{path}", Control())["fill"])
+
+
+def test_a_host_downloads_a_file_once(ranks: Pools, tmp_path: Path) -> None:
+    ranks(1).run(save_in, str(tmp_path / "file.ckpt"), 2.0)
+    assert ranks(3).run(load_counted, str(tmp_path / "file.ckpt")) == [2.0] * 3
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 # -- bad files -------------------------------------------------------------------------------------
@@ -226,7 +328,7 @@ def test_nothing_is_run(tmp_path: Path) -> None:
     (tmp_path / "c.ckpt").write_bytes(pickle.dumps(hostile["payload"]))
     for name in "abc":
         with pytest.raises(ValueError, match=f"{name}.ckpt"):
-            read_file(str(tmp_path / f"{name}.ckpt"))
+            load(str(tmp_path / f"{name}.ckpt"), Control())
     assert not mark.exists()
 
 
@@ -235,28 +337,27 @@ def test_foreign_and_later_files_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "empty.ckpt").write_bytes(b"")
     for name in ("text", "empty"):
         with pytest.raises(ValueError, match=f"{name}.ckpt' is not a checkpoint"):
-            read_file(str(tmp_path / f"{name}.ckpt"))
+            load(str(tmp_path / f"{name}.ckpt"), Control())
     control = Control()
-    later = Provenance(stage=3, world_size=1, precision="", format=FORMAT + 1)
+    later = Provenance(stage=3, world_size=1, precision="", format=2)
     Saver(control).save(some(control, 1.0), str(tmp_path / "later.ckpt"), later)
     with pytest.raises(ValueError, match=r"later\.ckpt' has format 2 of a later lightning-zero"):
-        read_file(str(tmp_path / "later.ckpt"))
+        load(str(tmp_path / "later.ckpt"), control)
 
 
 def read_damaged(folder: str, count: int) -> dict[str, int]:
-    """Count damaged files that are refused, right all the same, or known by their checksums."""
+    """Count damaged files that are refused, and those that are right all the same."""
     control = Control()
     path = Path(folder) / "file.ckpt"
     whole = some(control, 1.0, numel=300)
     whole["state_dict"]["more"] = {str(n): torch.full((n,), 1.0) for n in range(9)}
     Saver(control).save(whole, str(path), PROVENANCE)
     content, chance = path.read_bytes(), random.Random(0)
-    outcomes = {"refused": 0, "right": 0, "found": 0}
+    outcomes = {"refused": 0, "right": 0}
     for _ in range(count):
         path.write_bytes(damaged(content, chance))
         try:
-            with nothing_is_small():
-                found = load(str(path), control)
+            found = load(str(path), control)
         except (ValueError, FileNotFoundError) as error:
             outcomes["refused"] += "file.ckpt" in str(error)
             continue
@@ -265,18 +366,14 @@ def read_damaged(folder: str, count: int) -> dict[str, int]:
             tensors = [state["whole"], state["plain"], *state["more"].values()]
             is_right = found["fill"] == 1.0 and all(t.eq(1).all() for t in tensors)
             is_right = is_right and [t.numel() for t in tensors] == [300, 7, *range(9)]
-        except (KeyError, TypeError, AttributeError, DamageError):
+        except (KeyError, TypeError, AttributeError):
             is_right = False
-        if is_right:
-            outcomes["right"] += 1
-        else:
-            assert damage(path), "wrong values that no checksum shows"
-            outcomes["found"] += 1
+        assert is_right, "wrong values that no checksum shows"
+        outcomes["right"] += 1
     return outcomes
 
 
 def test_damaged_files_are_refused_or_found(ranks: Pools, tmp_path: Path) -> None:
     outcomes = ranks(1).run(read_damaged, str(tmp_path), 200)[0]
     assert sum(outcomes.values()) == 200
-    assert outcomes["refused"] > 60
-    assert outcomes["found"] > 10
+    assert outcomes["refused"] > 100

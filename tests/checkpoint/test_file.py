@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections import OrderedDict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ from lightning_zero.checkpoint import (
     module_state,
     optimizer_state,
 )
-from lightning_zero.checkpoint.checksums import joined_checksum
-from lightning_zero.checkpoint.file.archive import Archive
+from lightning_zero.checkpoint.archive import Archive, joined_checksum
 from lightning_zero.comm import Control
 from lightning_zero.engine import Engine
 from lightning_zero.plan import Settings
@@ -81,12 +81,14 @@ def test_archive_beyond_the_limits_of_plain_zip(tmp_path: Path, sizes: list[int]
         assert reader.get_record_offset(f"data/{number}") == archive.records[number + 1].offset
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 499, 500])
-def test_checksums_join(cut: int) -> None:
+def test_checksums_join() -> None:
     content = bytes(n * 31 % 251 for n in range(500))
-    first, second = content[:cut], content[cut:]
-    joined = joined_checksum(zlib.crc32(first), zlib.crc32(second), len(second))
-    assert joined == zlib.crc32(content)
+    edges = (0, 1, 7, 7, 499, 500)
+    parts = [(a, b - a, zlib.crc32(content[a:b])) for a, b in pairwise(edges)]
+    assert joined_checksum(parts[::-1], 500) == zlib.crc32(content)
+    for wrong in (parts[1:], parts[:-1], [*parts, parts[-1]]):
+        with pytest.raises(ValueError, match="do not join"):
+            joined_checksum(wrong, 500)
 
 
 # -- what a file holds -----------------------------------------------------------------------------

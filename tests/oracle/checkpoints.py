@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -69,14 +68,6 @@ def told(function: Any, *args: Any, **kwargs: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
-
-
-@contextlib.contextmanager
-def nothing_is_small() -> Iterator[None]:
-    """Leave even the smallest tensors of a file unread when it is loaded."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_zero.checkpoint.unread.SMALL_BYTES", 0)
-        yield
 
 
 class Hostile:

@@ -10,15 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint import (
-    check_optimizer_states,
-    load,
-    load_module_state,
-    load_optimizer_state,
-)
+from lightning_zero.checkpoint import load_module_state
 from lightning_zero.engine import Engine
+from lightning_zero.fabric import Checkpoints
 from lightning_zero.plan import RECIPES, Settings
-from tests.oracle.checkpoints import nothing_is_small
 from tests.oracle.models import Block
 
 NUM_BEFORE, NUM_AFTER = 2, 2
@@ -136,13 +131,13 @@ def resume(paths: list[str], stage: int | str, precision: str, **more: Any) -> l
                     for group in optimizer.param_groups:
                         for piece in group["params"]:
                             piece.add_(1)
-            with nothing_is_small():
-                checkpoint = load(path, engine.comm.control)
-            check_optimizer_states(optimizers, checkpoint["optimizer_states"], str)
+            engines = [engine]
+            checkpoints = Checkpoints(engine.comm.control, engine.sharded.settings, engines.copy)
+            checkpoint = checkpoints.load(path, weights_only=True)
+            states = checkpoints.prepared(optimizers, checkpoint["optimizer_states"])
             load_module_state(model, engine, checkpoint["state_dict"])
-            for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
-                load_optimizer_state(optimizer, state, engine)
-            del checkpoint
+            checkpoints.load_optimizers(zip(optimizers, states, strict=True))
+            del checkpoint, states
             with engine.sharded.gathered():
                 assert model.head.weight is model.embedding.weight
         with autocast(precision):

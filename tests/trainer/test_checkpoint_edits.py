@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
-from tests.oracle.checkpoints import nothing_is_small
 from tests.oracle.projects import WIDTH, Regression, Run, make_strategy, make_trainer, rows
 from tests.oracle.projects import assert_like_ddp as runs_like_ddp
 from tests.oracle.ranks import Pools
@@ -261,14 +260,12 @@ def test_what_is_saved_may_be_read(ranks: Pools, tmp_path: Path, read: Edit) -> 
 
 
 def change_in_place(module: Any, checkpoint: Any) -> None:
-    with pytest.raises(RuntimeError, match="was changed in place"):
-        checkpoint["state_dict"]["head.bias"].mul_(2)
-    checkpoint["state_dict"]["head.weight"][0].zero_()
+    checkpoint["state_dict"]["head.bias"].mul_(2)
 
 
 def change_while_saving(folder: str) -> None:
     for kind in ("file", "dcp"):
-        with pytest.raises((RuntimeError, ValueError), match="was changed in place"):
+        with pytest.raises(RuntimeError, match=r"'head.bias' .* was changed in place"):
             read_while_saving(folder, change_in_place, [make_strategy(3, checkpoint=kind)])
 
 
@@ -318,8 +315,7 @@ def resume(strategy: Any, path: str, loaded: dict[str, Any]) -> tuple[Any, list[
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(strategy, max_epochs=2, limit_train_batches=2, callbacks=callback)
-        with nothing_is_small():
-            trainer.fit(module, rows(), ckpt_path=path)
+        trainer.fit(module, rows(), ckpt_path=path)
     told = [str(one.message) for one in caught if "states of" in str(one.message)]
     rates = [o.param_groups[0]["lr"] for o in trainer.optimizers]
     values = [value.detach().double().sum().item() for value in module.state_dict().values()]

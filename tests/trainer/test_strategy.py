@@ -103,7 +103,7 @@ class _Breaks(Callback):
         strategy = trainer.strategy
         self.comm = strategy.engine.comm
         if self.broken == "saver":
-            strategy._run.saver.close = _give_up
+            strategy._run.checkpoints.saver.close = _give_up
         elif self.broken == "weights":
             strategy.engine.sharded.restore = _give_up
         else:

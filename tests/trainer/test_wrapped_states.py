@@ -217,7 +217,7 @@ def test_a_load_that_fails_maps_no_devices_later(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     torch.save([torch.ones(2), Module], path)
     with pytest.raises(ValueError, match="holds more than tensors"):
-        read_file(str(path))
+        read_file(path)
     there = InBytes.zeros(torch.empty(8, device="meta"))
     assert pickle.loads(pickle.dumps(there)).device.type == "meta"
 

@@ -18,6 +18,7 @@ file, and leaves wrong checksums.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -75,12 +76,6 @@ class Archive:
         return Archive.build, (
             [(name.removeprefix(ROOT), size) for name, size, *_ in self.records],
         )
-
-    def with_record(self, name: str, nbytes: int) -> Archive:
-        """Return the same archive with one more record at the end."""
-        last = self.records[-1]
-        position = last.stop + _descriptor_nbytes(last.nbytes)
-        return Archive((*self.records, _placed(ROOT + name, nbytes, position)))
 
     def seam(self, index: int, checksums: Sequence[int]) -> tuple[int, bytes]:
         """Return offset and content of the seam before a record, or after the last one."""
@@ -163,3 +158,46 @@ def _directory_entry(record: Record, checksum: int) -> bytes:
     rest = (len(record.name), len(extra), 0, 0, 0, 0, place)
     head = _ENTRY.pack(b"PK\1\2", *fields, *rest)
     return head + record.name.encode() + extra
+
+
+def joined_checksum(parts: Sequence[tuple[int, int, int]], nbytes: int) -> int:
+    """Return the CRC-32 of a record of ``nbytes``, given start, size and CRC of its parts.
+
+    Appending ``n`` zero bytes multiplies a CRC by ``x**(8 n)`` modulo the CRC polynomial (M. Adler,
+    ``crc32_combine`` of zlib).
+
+    Raises:
+        ValueError: The parts do not form the record.
+    """
+    whole = position = 0
+    for start, size, checksum in sorted(parts):
+        if start != position:
+            break
+        whole = (_times(_power_of_x(8 * size), whole) if whole else 0) ^ checksum
+        position += size
+    if position != nbytes or sum(size for _, size, _ in parts) != nbytes:
+        raise ValueError(f"the parts of a record of {nbytes} bytes do not join at byte {position}")
+    return whole
+
+
+_POLYNOMIAL = 0xEDB88320  # bit-reversed: the highest bit is x**0
+
+
+def _times(one: int, other: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if one >> bit & 1:
+            product ^= other
+        other = (other >> 1) ^ (_POLYNOMIAL if other & 1 else 0)
+    return product
+
+
+@functools.lru_cache(4096)
+def _power_of_x(exponent: int) -> int:
+    result, square = 1 << 31, 1 << 30
+    while exponent:
+        if exponent & 1:
+            result = _times(square, result)
+        square = _times(square, square)
+        exponent >>= 1
+    return result

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import errno
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import PartChecksums, PartSummer
-from lightning_zero.checkpoint.values.places import BUFFER_BYTES
-from lightning_zero.checkpoint.word_sums import BLOCK_BYTES
 from lightning_zero.tensors import PAGE, StagingMemory
 
+BUFFER_BYTES = 8 * 2**20
 _LARGE = 2**18
 """Parts of at least this many bytes are written by direct I/O, which pays off for them."""
 
@@ -46,40 +45,30 @@ class Writer:
         os.close(self._file)
         self._give_up_direct()
 
-    def write(self, place: int, content: Tensor | bytes, start: int = 0) -> PartChecksums:
+    def write(self, place: int, content: Tensor | bytes) -> int:
         """Write bytes, or a tensor of bytes ``[n]`` on any device, at offset ``place``.
 
-        Returns their checksums; ``start`` is where the content begins in its record.
+        Returns their CRC-32.
         """
-        if len(content) < BLOCK_BYTES and isinstance(content, Tensor):
-            chunk = _in_memory(content)
-            write_at(self._file, place, chunk)
-            self._on_written(len(chunk))
-            return PartChecksums.of_short(start, chunk)
-        summer = PartSummer(start)
         if isinstance(content, bytes):
-            write_at(self._file, place, content)
-            summer.add(content)
-            return summer.checksums
-        start = 0
-        is_large = len(content) >= _LARGE
+            self._write_at(place, content)
+            return zlib.crc32(content)
+        checksum, start = 0, 0
+        is_direct = len(content) >= _LARGE and self._direct is not None
         while start < len(content):
-            left = len(content) - start
-            ahead = -(place + start) % PAGE
-            if not is_large or self._direct is None:
-                chunk = _in_memory(content[start : start + BUFFER_BYTES])
-                write_at(self._file, place + start, chunk)
-            elif ahead or left < PAGE:
-                chunk = _in_memory(content[start : start + (ahead or left)])
-                write_at(self._file, place + start, chunk)
-            else:
+            ahead, left = -(place + start) % PAGE, len(content) - start
+            if is_direct and not ahead and left >= PAGE:
                 nbytes = min(left // PAGE * PAGE, BUFFER_BYTES)
                 chunk = self._aligned(content[start : start + nbytes])
                 self._write_directly(place + start, chunk)
-            summer.add(chunk)
+            else:
+                nbytes = ahead or min(left, BUFFER_BYTES) if is_direct else BUFFER_BYTES
+                chunk = content[start : start + nbytes].to("cpu").numpy().data
+                self._write_at(place + start, chunk)
+            checksum = zlib.crc32(chunk, checksum)
             start += len(chunk)
             self._on_written(len(chunk))
-        return summer.checksums
+        return checksum
 
     def sync(self) -> None:
         """Wait until everything written is on the disk."""
@@ -100,24 +89,18 @@ class Writer:
                 raise
             self._give_up_direct()  # the disk has larger blocks, or direct I/O fails after all
         # The rest of a short write goes through the cache, which raises the reason.
-        write_at(self._file, place + written, chunk[written:])
+        self._write_at(place + written, chunk[written:])
+
+    def _write_at(self, place: int, content: bytes | memoryview) -> None:
+        view = memoryview(content)
+        while view:
+            written = os.pwrite(self._file, view, place)
+            view, place = view[written:], place + written
 
     def _give_up_direct(self) -> None:
         if self._direct is not None:
             os.close(self._direct)
             self._direct = None
-
-
-def write_at(descriptor: int, place: int, content: bytes | memoryview) -> None:
-    """Write all of ``content`` at offset ``place`` of a file."""
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(descriptor, view, place)
-        view, place = view[written:], place + written
-
-
-def _in_memory(content: Tensor) -> memoryview:
-    return content.to("cpu").numpy().data
 
 
 def _open_directly(path: Path | str) -> int | None:

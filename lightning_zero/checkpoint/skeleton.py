@@ -6,8 +6,7 @@ import functools
 import io
 import pickle
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import PartChecksums, RecordChecksums
-from lightning_zero.checkpoint.file.archive import Archive
-from lightning_zero.checkpoint.values.sharded_value import ShardedValue
+from lightning_zero.checkpoint.provenance import PROVENANCE
+from lightning_zero.checkpoint.values import ShardedValue
 
 Stored = ShardedValue | torch.UntypedStorage
 Content = bytes | Tensor | ShardedValue
@@ -26,10 +24,15 @@ Content = bytes | Tensor | ShardedValue
 
 @dataclass(frozen=True)
 class Skeleton:
-    """The pickle that ``torch.load`` reads, and the content of the records ``data/0``, ...."""
+    """The pickle that ``torch.load`` reads, and the content of the records ``data/0``, ....
+
+    Attributes:
+        names: The name of each sharded storage, the same on every rank, by its number.
+    """
 
     pickled: bytes
     storages: tuple[Stored, ...]
+    names: dict[int, str]
 
     @classmethod
     def of(cls, value: Any) -> Skeleton:
@@ -37,19 +40,20 @@ class Skeleton:
         file = io.BytesIO()
         pickler = _Pickler(file)
         pickler.dump(value)
-        return cls(file.getvalue(), tuple(pickler.storages))
+        return cls(file.getvalue(), tuple(pickler.storages), pickler.names)
 
     def sharded_values(self) -> dict[str, ShardedValue]:
-        """Return the sharded values, by key."""
-        return {stored.key: stored for stored in self.storages if isinstance(stored, ShardedValue)}
+        """Return the sharded values, by name."""
+        found: dict[str, Any] = {name: self.storages[n] for n, name in self.names.items()}
+        return found
 
-    def records(self, *more: tuple[str, bytes]) -> list[tuple[str, Content]]:
-        """Return names and contents of a file's records, with ``more`` before the storages."""
+    def records(self, provenance: bytes) -> list[tuple[str, Content]]:
+        """Return names and contents of a file's records."""
         records: list[tuple[str, Content]] = [
             ("data.pkl", self.pickled),
             ("byteorder", sys.byteorder.encode()),
             ("version", b"3\n"),
-            *more,
+            (PROVENANCE, provenance),
         ]
         for number, stored in enumerate(self.storages):
             content = stored if isinstance(stored, ShardedValue) else bytes_of(stored)
@@ -64,28 +68,7 @@ class Skeleton:
                 copies.append(stored.with_part(stored.part.to("cpu", copy=True)))
             else:
                 copies.append(bytes_of(stored).to("cpu", copy=True).untyped_storage())
-        return Skeleton(self.pickled, tuple(copies))
-
-
-def write_archive(
-    skeleton: Skeleton, write: Callable[[int, Tensor | bytes], PartChecksums]
-) -> tuple[int, RecordChecksums]:
-    """Write what ``torch.save`` would, with sharded values that are complete on this rank.
-
-    Returns the size of the archive and the checksums of its last record: a tensor's values.
-    """
-    contents = [
-        (name, content.part_bytes if isinstance(content, ShardedValue) else content)
-        for name, content in skeleton.records()
-    ]
-    archive = Archive.build((name, len(content)) for name, content in contents)
-    checksums = [
-        RecordChecksums.of(record.name, record.nbytes, [write(record.offset, content)])
-        for record, (_, content) in zip(archive.records, contents, strict=True)
-    ]
-    for index in range(len(contents) + 1):
-        write(*archive.seam(index, [checksum.whole for checksum in checksums]))
-    return archive.nbytes, checksums[-1]
+        return Skeleton(self.pickled, tuple(copies), self.names)
 
 
 def size_of(content: Content) -> int:
@@ -93,10 +76,8 @@ def size_of(content: Content) -> int:
     return content.whole_nbytes if isinstance(content, ShardedValue) else len(content)
 
 
-def bytes_of(value: Tensor | torch.UntypedStorage) -> Tensor:
-    """Return the bytes ``[n]`` of a contiguous tensor or a storage, sharing its memory."""
-    if isinstance(value, Tensor):
-        return value.detach().reshape(-1).view(torch.uint8)
+def bytes_of(value: torch.UntypedStorage) -> Tensor:
+    """Return the bytes ``[n]`` of a storage, sharing its memory."""
     return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
 
 
@@ -113,21 +94,21 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.storages: list[Stored] = []
+        self.names: dict[int, str] = {}
         self._numbers: dict[Any, int] = {}
+        self._counts: Counter[str] = Counter()
 
     def persistent_id(self, obj: Any) -> tuple[str, Any, str, str, int] | None:
         if type(obj) in _PLAIN:  # most of what a pickle has
             return None
         if isinstance(obj, _Storage):
             value = obj.value
-            number = self._number(value.key, value)
-            first = self.storages[number]
-            if isinstance(first, ShardedValue) and not _are_same(first.part, value.part):
-                raise ValueError(
-                    f"The checkpoint has {value.key!r} twice, with other values in a copy that a"
-                    " hook made earlier. Keep a copy of the parameter, within `with"
-                    " lightning_zero.gathered(module):` on all ranks."
-                )
+            number = self._number(id(value), value)
+            if number not in self.names:
+                # Modules of one checkpoint, or copies of earlier values, may have equal keys.
+                count = self._counts[value.key]
+                self._counts[value.key] += 1
+                self.names[number] = f"{value.key} ({count + 1})" if count else value.key
             shape, _, dtype = value.facts
             kind = _storage_type(dtype) or torch.UntypedStorage
             size = prod(shape) * (dtype.itemsize if kind is torch.UntypedStorage else 1)
@@ -160,10 +141,6 @@ class _Pickler(pickle.Pickler):
 
 
 _PLAIN = {str, int, tuple, dict, float, bool, type(None), OrderedDict, torch.dtype, ShardedValue}
-
-
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    return one is other or one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
 
 @functools.cache

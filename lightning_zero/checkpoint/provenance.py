@@ -1,4 +1,4 @@
-"""Names of records and files in the formats, and the record of a checkpoint's origin."""
+"""The record of a checkpoint's origin."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ FORMAT = 1
 PROVENANCE = "lightning_zero.json"
 """The record, or in a directory the file, that says who wrote a checkpoint."""
 
-CHECKSUMS = "lightning_zero.sums"
-"""The last record of a file, with the checksums of all blocks of the records before it."""
-
-TABLE = ".metadata"
-"""The file that makes a folder a directory of torch.distributed.checkpoint."""
-
-REST = "meta.pt"
-"""The file of a directory with everything but tensors, named as by Lightning's strategies."""
-
 
 @dataclass(frozen=True)
 class Provenance:
@@ -33,9 +24,9 @@ class Provenance:
     precision: str
     format: int = FORMAT
 
-    def encoded(self, **more: Any) -> bytes:
+    def encoded(self) -> bytes:
         """Return the content of the record."""
-        return json.dumps({**asdict(self), **more}).encode()
+        return json.dumps(asdict(self)).encode()
 
 
 class LaterFormat(ValueError):

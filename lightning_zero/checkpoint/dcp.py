@@ -1,0 +1,535 @@
+"""Directories of torch.distributed.checkpoint, written and read by torch's planners.
+
+    name/
+        .metadata           a table: the shape, dtype and boxes of each tensor, and where they lie
+        __0_0.distcp ...    concatenated torch.save archives, each a box of a tensor or an object
+        meta.pt             everything but tensors, if a Lightning strategy wrote it
+        lightning_zero.json who wrote it, if this package did
+
+The names are those of Lightning's ``ModelParallelStrategy``, so that it and FSDP2 programs find
+what they look for::
+
+    state_dict.<name>                          weights and buffers
+    optimizer_<n>.state.<name>.<key>           states, by the names of their parameters
+    optimizer_<n>.param_groups.<g>.<option>    options, each an object of its own
+
+Weights have a second name, ``model.<name>``, under which ``FSDPStrategy`` and Lightning's
+``consolidate_checkpoint`` look for them. Tensors with two names are written once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import itertools
+import os
+import pathlib
+import pickle
+import re
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import override
+
+from lightning_zero.checkpoint.atomic import REST, TABLE, Temporary
+from lightning_zero.checkpoint.host_file import HostFile, Kind, host_file, nbytes_of
+from lightning_zero.checkpoint.provenance import PROVENANCE, Provenance
+from lightning_zero.checkpoint.reading import Reading
+from lightning_zero.checkpoint.save import Save
+from lightning_zero.checkpoint.values import ShardedValue
+from lightning_zero.comm import Control
+from lightning_zero.tensors import internals, is_wrapper, tensors_in
+
+Keys = tuple[str | int, ...]
+"""The path of an entry in nested dictionaries and lists."""
+
+WEIGHTS = ("state_dict", "model")
+"""Where ``ModelParallelStrategy`` and ``FSDPStrategy`` put weights: the roots of their paths."""
+
+_OPTIMIZER = re.compile(r"optim(?:izer)?(?:_(\d+))?")
+_ELSEWHERE = "Use checkpoint='file' to save anywhere else"
+
+
+def is_directory(path: Path) -> bool:
+    """Return whether ``path`` is a directory of torch.distributed.checkpoint."""
+    return (path / TABLE).is_file()
+
+
+# -- saving ----------------------------------------------------------------------------------------
+
+
+class DirectorySave(Save):
+    """A save of a Trainer's checkpoint to a directory, on a disk that all ranks share.
+
+    ``parameters`` are, for each optimizer, its parameters' names in the order of its groups.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Mapping[str, Any],
+        path: str,
+        control: Control,
+        provenance: Provenance,
+        *,
+        parameters: Sequence[Sequence[str]] = (),
+    ) -> None:
+        self._parameters = parameters
+        self._entries: dict[str, Any] = {}
+        self._paths: dict[str, Keys] = {}
+        self._aliases: dict[str, str] = {}
+        self._rest = io.BytesIO()
+        super().__init__(checkpoint, path, control, provenance)
+
+    @property
+    @override
+    def values(self) -> dict[str, ShardedValue]:
+        return {k: v for k, v in self._entries.items() if isinstance(v, ShardedValue)}
+
+    @override
+    def _take(self, checkpoint: Mapping[str, Any]) -> None:
+        entries, rest = _entries_of(checkpoint, self._parameters)
+        first: dict[int, str] = {}
+        for path, given in entries.items():
+            name = ".".join(map(str, path))
+            value = given.settled() if isinstance(given, ShardedValue) else given
+            if not isinstance(value, ShardedValue):
+                if is_wrapper(value):
+                    raise ValueError(
+                        f"{name!r} is of the class {type(value).__name__}, whose tensors wrap"
+                        " others. checkpoint='dcp' cannot store it. Use checkpoint='file'"
+                    )
+                _require_unsharded(value)
+                if self.control.rank:  # everything unsharded is taken from rank 0
+                    continue
+            if name in self._paths:
+                raise ValueError(f"two entries of the checkpoint would be named {name!r}")
+            self._paths[name] = path
+            if isinstance(value, Tensor) and id(value) in first:
+                self._aliases[name] = first[id(value)]
+            else:
+                self._entries[name] = value
+                first[id(value)] = name
+            if path[0] == WEIGHTS[0]:
+                # One path for both names, so that programs that read all read a weight once.
+                also = ".".join(map(str, (WEIGHTS[1], *path[1:])))
+                self._aliases[also] = self._aliases.get(name, name)
+                self._paths[name] = self._paths[also] = (WEIGHTS[1], *path[1:])
+        _require_unsharded(rest)
+        if self.control.rank == 0:
+            torch.save(rest, self._rest)
+
+    @override
+    def _copy_to_host(self) -> None:
+        for name, value in self._entries.items():
+            if isinstance(value, ShardedValue):
+                self._entries[name] = value.with_part(value.part.to("cpu", copy=True))
+            else:
+                is_tensor = isinstance(value, Tensor)
+                copied = value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
+                self._entries[name] = copied
+
+    @override
+    def _layout(self) -> None:
+        return None
+
+    @override
+    def _create(self, target: Path | None, layout: None) -> Temporary:
+        if target is None:
+            raise ValueError(
+                f"checkpoint='dcp' needs a disk that all ranks share, not a URL. {_ELSEWHERE}"
+            )
+        return Temporary(target, None)
+
+    @override
+    def _write(self, layout: None, place: Path, blind: list[int]) -> None:
+        if blind:
+            raise FileNotFoundError(
+                f"Saving {self.path!r} failed: the folder that rank 0 created is not visible on"
+                f" ranks {blind}. checkpoint='dcp' needs a disk that all ranks share. {_ELSEWHERE}"
+            )
+        control, is_first = self.control, self.control.rank == 0
+        writer = filesystem.FileSystemWriter(place)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        table: Any = None
+        with self.together():
+            planner.set_up_planner(self._entries, writer.storage_meta(), is_first)
+            writer.set_up_storage_writer(is_first)
+            plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans = control.gather_objects(plan)
+        with self.together():
+            if is_first:
+                plans, table = planner.create_global_plan(plans)
+                plans = writer.prepare_global_plan(plans)
+        plan = control.broadcast_object(plans)[control.rank]
+        with self.together():
+            results = writer.write_data(planner.finish_plan(plan), planner).wait()
+        every = control.gather_objects(results)
+        with self.together():
+            if is_first:
+                self._finish(place, writer, table, [one for of in every for one in of])
+
+    def _finish(self, place: Path, writer: Any, table: Any, results: list[WriteResult]) -> None:
+        """Write the table, with a second name for what has two, and what lies beside it."""
+        written: dict[str, list[WriteResult]] = {}
+        for result in results:
+            written.setdefault(result.index.fqn, []).append(result)
+        for name, other in self._aliases.items():
+            table.state_dict_metadata[name] = table.state_dict_metadata[other]
+            for result in written[other]:
+                index = dataclasses.replace(result.index, fqn=name)
+                results.append(dataclasses.replace(result, index=index))
+        table.planner_data = self._paths
+        origin = self.provenance.encoded()
+        for name, content in ((REST, self._rest.getbuffer()), (PROVENANCE, origin)):
+            with (place / name).open("wb") as file:
+                file.write(content)
+                os.fsync(file.fileno())
+        writer.finish(table, [results])
+
+
+def _require_unsharded(value: Any) -> None:
+    """Raise a ``ValueError`` if an object holds a sharded tensor."""
+    if isinstance(value, Tensor | str | int | float):
+        return
+    for tensor in tensors_in(value):
+        if isinstance(tensor, ShardedValue):
+            raise ValueError(
+                f"the sharded tensor {tensor.key!r} is inside an object, where checkpoint='dcp'"
+                " cannot store it. Use checkpoint='file'"
+            )
+
+
+def _entries_of(
+    checkpoint: Mapping[str, Any], parameters: Sequence[Sequence[str]]
+) -> tuple[dict[Keys, Any], dict[str, Any]]:
+    """Split a Trainer's checkpoint into the entries of a directory, by path, and the rest."""
+    entries: dict[Keys, Any] = {}
+    rest = {}
+    for key, value in checkpoint.items():
+        if key == WEIGHTS[0]:
+            entries.update(_leaves(value, (WEIGHTS[0],)))
+        elif key == "optimizer_states":
+            for number, state in enumerate(value):
+                names = parameters[number] if number < len(parameters) else ()
+                entries.update(_optimizer_entries(state, f"optimizer_{number}", names))
+        else:
+            rest[key] = _without_sharded_values(value, (key,), entries)
+            if (key,) in entries:
+                del rest[key]
+    return entries, rest
+
+
+def _leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
+    """Yield the leaves of nested dictionaries; one that loading could not rebuild is a leaf."""
+    if _is_table(value) and value:
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    else:
+        yield path, value
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+def _optimizer_entries(
+    state: Mapping[str, Any], root: str, names: Sequence[str]
+) -> Iterator[tuple[Keys, Any]]:
+    if "param_groups" not in state:
+        raise ValueError(
+            f"the state of {root} has its own format ({', '.join(map(repr, state))}), which"
+            " checkpoint='dcp' cannot store. Use checkpoint='file'"
+        )
+    ids = [key for group in state["param_groups"] for key in group["params"]]
+    known = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+    given = names if len(names) == len(ids) else known if len(known) == len(ids) else ids
+    name_of = {key: str(name) for key, name in zip(ids, given, strict=True)}
+    for key, entries in state["state"].items():
+        yield from _leaves(entries, (root, "state", name_of.get(key, str(key))))
+    for number, group in enumerate(state["param_groups"]):
+        for option, value in group.items():
+            written = [name_of[key] for key in value] if option == "params" else value
+            yield (root, "param_groups", number, option), written
+    for key, value in state.items():
+        if key not in ("state", "param_groups"):
+            yield from _leaves(value, (root, key))
+
+
+def _without_sharded_values(value: Any, path: Keys, found: dict[Keys, Any]) -> Any:
+    """Copy nested dictionaries without their sharded values, which go to ``found``."""
+    if isinstance(value, ShardedValue):
+        found[path] = value
+        return None
+    if not any(
+        isinstance(tensor, ShardedValue) for tensor in tensors_in(value, within_objects=False)
+    ):
+        return value
+    if not _is_table(value):
+        raise ValueError(
+            f"the checkpoint has sharded tensors under {'/'.join(map(str, path))!r}, in a"
+            f" {type(value).__name__}, but checkpoint='dcp' stores them only in dictionaries with"
+            " string keys. Use checkpoint='file'"
+        )
+    copied = copy.copy(value)
+    for key, item in value.items():
+        copied[key] = _without_sharded_values(item, (*path, key), found)
+        if (*path, key) in found:
+            del copied[key]
+    return copied
+
+
+# -- loading ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A directory whose table is read, whichever program wrote it.
+
+    Reading the table makes only the few classes that such a table consists of, so a directory from
+    a stranger cannot run code.
+    """
+
+    path: Path
+    table: metadata.Metadata
+
+    @classmethod
+    def open(cls, path: Path) -> Directory:
+        """Read the table; raise a ``ValueError`` unless it is consistent."""
+        table = _Table((path / TABLE).read_bytes()).load()
+        if not isinstance(table, metadata.Metadata) or not isinstance(table.storage_data, Mapping):
+            raise ValueError("its table has an unknown form, perhaps of another kind of storage")
+        for info in table.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"its table names {info.relative_path!r}, outside the folder")
+        for name, entry in table.state_dict_metadata.items():
+            if isinstance(entry, metadata.TensorStorageMetadata):
+                held = sum(chunk.sizes.numel() for chunk in entry.chunks)
+                if held != entry.size.numel():
+                    raise ValueError(
+                        f"{name!r} of shape {tuple(entry.size)} has {held} stored elements;"
+                        f" expected {entry.size.numel()}"
+                    )
+        return cls(path, table)
+
+    @property
+    def names(self) -> dict[Keys, str]:
+        """The name of each entry in the table, by its path."""
+        paths = self.table.planner_data or {}
+        return {tuple(paths.get(name, (name,))): name for name in self.table.state_dict_metadata}
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """Dtype and shape of each tensor, by its name in the table."""
+        return {
+            name: (entry.properties.dtype, tuple(entry.size))
+            for name, entry in self.table.state_dict_metadata.items()
+            if isinstance(entry, metadata.TensorStorageMetadata)
+        }
+
+    @property
+    def identity(self) -> str:
+        """A fingerprint of the content: the number of files, and a checksum of sizes and tables."""
+        files = sorted(file for file in self.path.iterdir() if file.is_file())
+        index = [(file.name, file.stat().st_size) for file in files]
+        tables = [self.path / name for name in (TABLE, PROVENANCE, REST)]
+        held = [zlib.crc32(file.read_bytes()) for file in tables if file.is_file()]
+        return f"{len(files)} files, checksum {zlib.crc32(repr((index, held)).encode()):08x}"
+
+    @property
+    def weights_root(self) -> Keys:
+        """The path under which its weights are; raise a ``ValueError`` if there are none."""
+        names = self.names
+        roots = dict.fromkeys(path[0] for path in names)
+        root = next((name for name in WEIGHTS if name in roots), None)
+        if root is not None:
+            return (root,)
+        if any(len(path) == 1 and name in self.kinds for path, name in names.items()):
+            return ()  # a state dict and nothing else
+        raise ValueError(
+            f"{str(self.path)!r} holds no weights: expected tensors under 'state_dict' or 'model',"
+            f" but it has {', '.join(sorted(map(repr, roots)))}"
+        )
+
+    def read(self, reading: Reading, wanted: Callable[[Keys], bool]) -> dict[Keys, Any]:
+        """Return the wanted entries by path; the ranks of a host share the reading and the memory.
+
+        Tensors are put together in a temporary file, which each rank maps to memory. A collective.
+        """
+        names = {path: name for path, name in self.names.items() if wanted(path)}
+        kinds = self.kinds
+        # Names of the same bytes, such as tied weights, share a tensor.
+        keys = {name: self.key(name) for name in names.values() if name in kinds}
+        tensors = {key: name for name, key in keys.items()}
+        made = [kinds[name] for name in tensors.values()]
+        with host_file(reading) as file:
+            with reading.together():
+                if not file.number:
+                    file.reserve(nbytes_of(made))
+            with reading.together():
+                objects = [name for name in names.values() if name not in kinds]
+                shared = dict(
+                    zip(tensors.values(), file.tensors(made, is_shared=True), strict=True)
+                )
+                found = self._fill(file, shared, objects, reading.weights_only)
+            with reading.together():
+                whole = file.tensors(made, is_shared=False)
+        of_key = dict(zip(tensors, whole, strict=True))
+        return {
+            path: of_key[keys[name]] if name in keys else found[name]
+            for path, name in names.items()
+        }
+
+    def key(self, name: str) -> Any:
+        """Return what names of the same bytes share."""
+        places: Any = self.table.storage_data
+        entry = self.table.state_dict_metadata[name]
+        offset = entry.chunks[0].offsets if entry.chunks else None  # type: ignore[union-attr]
+        place = places.get(metadata.MetadataIndex(name, offset))
+        return name if place is None else (place.relative_path, place.offset, entry.size)  # type: ignore[union-attr]
+
+    def _fill(
+        self, file: HostFile, tensors: Mapping[str, Tensor], objects: list[str], weights_only: bool
+    ) -> dict[str, Any]:
+        """Read this rank's share of the tensors, and all objects, which are returned."""
+        by_size = sorted(tensors, key=lambda name: -tensors[name].nbytes)
+        mine: dict[str, Any] = {name: tensors[name] for name in by_size[file.number :: file.count]}
+        mine.update(dict.fromkeys(objects))
+        reader = filesystem.FileSystemReader(self.path)
+        reader.set_up_storage_reader(self.table, is_coordinator=True)
+        planner = _LoadPlanner(weights_only)
+        planner.set_up_planner(mine, self.table, is_coordinator=True)
+        (plan,) = planner.create_global_plan([planner.create_local_plan()])
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+        return planner.state_dict
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Torch's planner, but it unpickles only plain values if ``weights_only``."""
+
+    def __init__(self, weights_only: bool) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._weights_only = weights_only
+
+    @override
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        found = internals.load_to_host(value, weights_only=self._weights_only)
+        self.state_dict[read_item.dest_index.fqn] = found
+
+
+def weights_of(directory: Directory, reading: Reading) -> dict[str, Any]:
+    """Return the weights in a directory by name; raise if there are none. A collective."""
+    root = directory.weights_root
+    entries = directory.read(reading, lambda path: path[: len(root)] == root)
+    return _nested(entries, root)  # type: ignore[no-any-return]
+
+
+def checkpoint_of(directory: Directory, rest: Any, reading: Reading) -> dict[str, Any]:
+    """Return a Trainer's checkpoint as a plain file would hold it; a collective.
+
+    But optimizer states have the names of parameters as ids, if the directory has them.
+    """
+    checkpoint = dict(rest) if isinstance(rest, dict) else {}
+    root = directory.weights_root
+    entries = directory.read(
+        reading, lambda path: path[0] not in WEIGHTS or path[: len(root)] == root
+    )
+    checkpoint["state_dict"] = _nested(entries, root)
+    roots = dict.fromkeys(str(path[0]) for path in entries if len(path) > 1)
+    numbered = {root: int(match[1] or 0) for root in roots if (match := _OPTIMIZER.fullmatch(root))}
+    states = [
+        _optimizer_state(directory, root, _nested(entries, (root,)))
+        for root in sorted(numbered, key=numbered.__getitem__)
+    ]
+    # Lightning saves both or none; a module without optimizers has an empty list.
+    if states or "lr_schedulers" in checkpoint:
+        checkpoint["optimizer_states"] = states
+    for path, value in entries.items():
+        if len(path) > 1 and path[0] not in WEIGHTS and path[0] not in numbered:
+            _put(checkpoint, path, value)
+    return checkpoint
+
+
+def _optimizer_state(directory: Directory, root: str, state: Any) -> dict[str, Any]:
+    """Return an optimizer's state, by names or, if those are numbers, by integer ids."""
+    groups = state.get("param_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
+        raise ValueError(
+            f"{str(directory.path)!r} has no param groups for {root!r}, so it is unknown which"
+            " parameters its states belong to. Load only the weights"
+        )
+    # Paths have numbers as strings, so plain programs' integer ids come as strings.
+    ids = {str(name): name for group in groups for name in group["params"]}
+    by_name = state.get("state", {})
+    return {**state, "state": {ids.get(name, name): held for name, held in by_name.items()}}
+
+
+def _nested(entries: Mapping[Keys, Any], root: Keys) -> Any:
+    """Return what is under ``root``, as nested dictionaries and lists."""
+    nested: dict[str, Any] = {}
+    for path, value in entries.items():
+        if path[: len(root)] == root and len(path) > len(root):
+            _put(nested, path[len(root) :], value)
+    return nested
+
+
+def _put(container: Any, path: Keys, value: Any) -> None:
+    for step, following in itertools.pairwise(path):
+        container = _child(container, step, [] if isinstance(following, int) else {})
+    if isinstance(container, list):
+        _child(container, path[-1], None)
+    container[path[-1]] = value
+
+
+def _child(container: Any, step: Any, empty: Any) -> Any:
+    if isinstance(container, list):
+        container.extend(None for _ in range(step + 1 - len(container)))
+        if container[step] is None:
+            container[step] = empty
+    elif step not in container:
+        container[step] = empty
+    return container[step]
+
+
+class _Table(pickle.Unpickler):
+    """An unpickler that makes only the classes that a table consists of."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OF_A_TABLE:
+            return _OF_A_TABLE[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.partition(".")[0] == "pathlib":  # the path it was saved to, on any system
+            return pathlib.PurePosixPath
+        raise ValueError(f"its table holds an object of {module}.{name}")
+
+
+_OF_A_TABLE: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # Private, but every table has it, so no reader can do without it.
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    **{
+        ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+}
