@@ -2,8 +2,8 @@
 
 ::
 
-    begin -> expect -> take, take, ... -> reduce -> finish -> install
-    begin -> expect -> take, take, ... -> keep_own              (within ``no_sync``)
+    expect -> take, take, ... -> reduce -> finish -> install
+    expect -> take, take, ... -> keep_own                       (within ``no_sync``)
 """
 
 from __future__ import annotations
@@ -40,16 +40,13 @@ class Gradients:
         self._missing: set[int] = set()
         self._finishes: list[Callable[..., None]] = []
 
-    def begin(self) -> None:
-        """Begin a backward pass, which may be one without gradients of parameters."""
+    def expect(self, reach: Reach) -> None:
+        """Begin to take the gradients of a backward pass, which are averaged over ``reach``."""
+        for group in self._groups:
+            group.expect(reach)
         self.wants = [parameter.requires_grad for parameter in self.parameters]
         self._missing = {index for index, wants in enumerate(self.wants) if wants}
         self.are_complete = not self._missing
-
-    def expect(self, reach: Reach) -> None:
-        """Begin to take gradients, which are averaged over ``reach``."""
-        for group in self._groups:
-            group.expect(reach)
 
     @property
     def is_wanted(self) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.parameters.piece import Gradients, Piece
+from lightning_zero.parameters.piece import Piece
 from lightning_zero.tensors import internals, runs_outside
 
 _aten = torch.ops.aten
@@ -46,16 +46,14 @@ class FullGrad(Tensor):
         part: This rank's part.
     """
 
-    gradients: Gradients
+    gradients: Any  # FlatGradients, which make these
     place: int
     part: Tensor
 
     __torch_function__ = internals.without_torch_function  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls, gradients: Gradients, place: int, part: Tensor, device: torch.device
-    ) -> FullGrad:
+    def __new__(cls, gradients: Any, place: int, part: Tensor, device: torch.device) -> FullGrad:
         """Make the gradient of which this rank holds ``part``, to be whole on ``device``."""
         slot = gradients.pieces[place].range.slot
         made: FullGrad = internals.make_wrapper(
@@ -67,7 +65,8 @@ class FullGrad(Tensor):
     @property
     def piece(self) -> Piece:
         """This rank's piece of the parameter."""
-        return self.gradients.pieces[self.place]
+        piece: Piece = self.gradients.pieces[self.place]
+        return piece
 
     @property
     def shared(self) -> Tensor | None:
@@ -127,15 +126,17 @@ class FullGrad(Tensor):
 
         With ``is_lent``, changes to it become those of the part as long as that is the parameter's.
         """
-        self.gradients.settle()
+        self.gradients.settle(self.place)
         about = f"of parameter {self.piece.range.slot.name!r}"
-        comm = self.gradients.comm
+        comm = self.gradients.store.comm
         comm.control.call(SyncPoint.GRADIENT, about=about).wait()
-        whole = self.gradients.assemble(self.place, self.part)
+        whole: Tensor = self.gradients.assemble(self.place, self.part)
         if not is_lent or not self.is_current:
             return whole
         # Always gathered, as ranks may differ in what they still have views of.
-        return self.gradients.lend(self.place, self.shared if self.shared is not None else whole)
+        whole = whole if self.shared is None else self.shared
+        self.gradients.lend(self.place, whole)
+        return whole
 
     @property
     def data(self) -> Tensor:
@@ -217,8 +218,8 @@ def _norm_of_each(
     """Return the norms of sharded gradients, in one message, and of others, in the given order."""
     sharded = [one for one in tensors if isinstance(one, FullGrad)]
     for one in sharded:
-        one.gradients.settle()
-    comm = sharded[0].gradients.comm
+        one.gradients.settle(one.place)
+    comm = sharded[0].gradients.store.comm
     found = norms_of([one.part for one in sharded], [one.piece for one in sharded], order, comm)
     norms = iter(found.to(dtype).unbind())
     return [
@@ -272,7 +273,7 @@ class _Target:
         """Return what a change of ``value`` changes, after whole gradients have been settled."""
         if not isinstance(value, FullGrad):
             return [_Target(value, None)]
-        value.gradients.settle()
+        value.gradients.settle(value.place)
         found = [_Target(value.part, value, is_part=True)]
         if value.shared is not None:
             found.append(_Target(value.shared, value))
@@ -352,5 +353,5 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, factor: Tensor) -> None
             found = found_inf.to(device)
             _UNSCALE(memory, found, factor.to(device))
             found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-    comm = next(one.gradients.comm for one in grads if isinstance(one, FullGrad))
+    comm = next(one.gradients.store.comm for one in grads if isinstance(one, FullGrad))
     comm.control.max(found_inf, f"{SyncPoint.GRADIENT.value}: whether it is finite")

@@ -73,11 +73,11 @@ class FlatGradients:
     Attributes:
         pieces: This rank's pieces of the parameters.
         store: Where gradients rest.
-        comm: The ranks.
         partial: The unreduced gradients and a view of each; ``None`` while there are none.
         filled: For each parameter, whether its gradient is, or will be, in :attr:`partial`.
         used: For each parameter, whether a gradient came since gradients were last installed.
-        reach: Of the last backward pass; ``None`` if an optimizer has begun a step since.
+        reach: Of the last backward pass.
+        is_new: Whether no optimizer has begun a step since.
         shows_own: Whether :attr:`partial` holds gradients of passes that sent nothing.
         averaged: For each parameter, whether it has an average; this rank's part may be empty.
         of_copy: The parameters whose average may be over one copy only, not over all ranks.
@@ -91,12 +91,11 @@ class FlatGradients:
         assemble: Callable[[int, Tensor], Tensor],
     ) -> None:
         self.pieces, self.store, self.assemble = pieces, store, assemble
-        self.comm = store.comm
         self.partial: tuple[ReduceBuffer, list[Tensor]] | None = None
         self.filled = [False] * len(pieces)
         self.used = [False] * len(pieces)
         self.averaged = [False] * len(pieces)
-        self.reach: Reach | None = None
+        self.reach, self.is_new = Reach.ALL, True
         self.shows_own = False
         self.of_copy: set[int] = set()
         self.lent: dict[int, Tensor] = {}
@@ -109,8 +108,12 @@ class FlatGradients:
         self._fresh: tuple[Tensor, Work] | None = None
         # The shard of which pieces hold parts, as long as they do.
         self._installed: Callable[[], Tensor | None] = _nothing
-        # What the gradients in the partial buffer are divided by.
-        self._divisor = self._usual_divisor
+        # What the gradients in the partial buffer are divided by. They are while they are moved, as
+        # in DDP, where that costs nothing. A move that casts cannot multiply too, so then the
+        # reduced shard is scaled, which is N times smaller. The same goes for a rank's own
+        # gradients that are shown before they are reduced.
+        casts = store.plan.grad.dtype != store.plan.weight.dtype
+        self._divisor = self._usual_divisor = 1 if casts else store.comm.mesh.size
         # What :data:`GRAD` has returned, as long as it is that.
         self._shown: dict[int, weakref.ref[Tensor]] = {}
         for index, piece in enumerate(pieces):
@@ -124,14 +127,6 @@ class FlatGradients:
     def __reduce__(self) -> Any:
         # A pickled or copied piece has no gradient, like a parameter.
         return _nothing, ()
-
-    @property
-    def _usual_divisor(self) -> int:
-        # Gradients are divided while they are moved, as in DDP, where that costs nothing. A move
-        # that casts cannot multiply too, so then the reduced shard is scaled, which is N times
-        # smaller. The same goes for a rank's own gradients that are shown before they are reduced.
-        plan = self.store.plan
-        return 1 if plan.grad.dtype != plan.weight.dtype else self.comm.mesh.size
 
     # -- from autograd to the partial buffer -----------------------------------------------------
 
@@ -147,7 +142,7 @@ class FlatGradients:
         if stays or self.of_copy:
             # Shown as they are until a later reduction, or added to such: the shard is divided.
             self._divisor = 1
-        self.reach, self.shows_own = reach, False
+        self.reach, self.shows_own, self.is_new = reach, False, True
 
     def take(self, index: int, parameter: Tensor) -> None:
         """Take the gradient that autograd has just finished, to be moved to the partial buffer."""
@@ -204,7 +199,7 @@ class FlatGradients:
 
     def _allocate_partial(self) -> tuple[ReduceBuffer, list[Tensor]]:
         layout = self.store.layout
-        buffer = self.comm.transport.reduce_buffer(layout.numel, self.store.plan.grad.dtype)
+        buffer = self.store.comm.transport.reduce_buffer(layout.numel, self.store.plan.grad.dtype)
         views, was_ours = buffer.views_of(layout.slots)
         for start, stop in () if was_ours else layout.gaps:
             buffer.tensor[start:stop].zero_()
@@ -230,7 +225,7 @@ class FlatGradients:
         work = self.store.reduce(target, partial, unit=unit, tag=tag)
         if self.store.plan.reduce_bits is not None:
             self._in_flight = [target]  # the partial buffer is encoded, and only the code is sent
-        mesh, reach = self.comm.mesh, self.reach
+        mesh, reach = self.store.comm.mesh, self.reach
         num_ranks = mesh.shard.size if reach is Reach.COPY else mesh.size
         # What is left of the division by the number of ranks, for the shard.
         late_scale, self._divisor = self._divisor / num_ranks, self._usual_divisor
@@ -265,7 +260,7 @@ class FlatGradients:
         if not sums and scale != 1.0:
             reduced.mul_(scale)
         elif sums and earlier is not None:
-            earlier.mul_(1 / (scale * self.comm.mesh.replicate.size))
+            earlier.mul_(1 / (scale * self.store.comm.mesh.replicate.size))
         self._fresh = store.accumulate(reduced, earlier, sum_up if sums else None, unit=unit)
 
     def _earlier(self) -> Tensor | None:
@@ -329,7 +324,9 @@ class FlatGradients:
         for index, piece in enumerate(self.pieces):
             if has_grads[index]:
                 self.averaged[index] = True
-                self._give(piece, fresh[piece.range.in_shard])
+                # An optimizer would make a state for a gradient without elements.
+                if piece.numel() or not piece.range.slot.numel:
+                    piece.grad = fresh[piece.range.in_shard]
                 if is_of_copy:
                     self.of_copy.add(index)
 
@@ -390,30 +387,40 @@ class FlatGradients:
 
     def lend(self, place: int, whole: Tensor) -> Tensor:
         """Let changes to the memory of ``whole`` count; return ``whole``."""
-        for lender in [*_lenders]:
-            lender.settle()
-        _lenders.add(self)
+        if not self.shows_own:
+            for lender in [*_lenders]:
+                lender._release()
+            _lenders.add(self)
         self.lent[place] = whole
         return whole
 
-    def settle(self) -> None:
-        """Write back whole gradients that users may have changed; release those they let go of."""
+    def _release(self) -> None:
+        """Release whole averages that users have let go of."""
+        if self.shows_own:
+            return
+        for place in [
+            place for place, whole in self.lent.items() if not internals.is_shared(whole)
+        ]:
+            self.settle(place)
+            del self.lent[place]
+
+    def settle(self, *places: int) -> None:
+        """Write back whole gradients that users may have changed, of some parameters or all."""
         if not self.lent:
             return
         with lasting_tensors():
-            for index, whole in [*self.lent.items()]:
-                piece = self.pieces[index]
-                if self.shows_own and self.filled[index] and self.partial is not None:
-                    self.partial[1][index].copy_(whole)
+            for place in places or self.lent:
+                whole, piece = self.lent.get(place), self.pieces[place]
+                if whole is None:
                     continue
-                if piece.grad is not None:
+                if self.shows_own and self.filled[place] and self.partial is not None:
+                    self.partial[1][place].copy_(whole)
+                elif piece.grad is not None:
                     piece.grad.copy_(piece.range.part_of(whole))
-                if not internals.is_shared(whole):
-                    del self.lent[index]
 
     def drop(self, index: int) -> None:
         """Drop the gradient of a parameter; who keeps it, keeps its values."""
-        self.settle()
+        self.settle(index)
         piece = self.pieces[index]
         piece.grad = None
         self.averaged[index] = self.filled[index] = self.used[index] = False
@@ -440,7 +447,6 @@ class FlatGradients:
                 whole = whole.to_dense() if whole.is_sparse else whole
                 if self.shows_own and self.filled[index] and self.partial is not None:
                     # What replaces this rank's own is sent for it, without an earlier average.
-                    self.settle()
                     self.partial[1][index].copy_(whole)
                     piece.grad, self.averaged[index] = None, False
                     self._shown[index] = weakref.ref(self.lend(index, value))
@@ -448,15 +454,10 @@ class FlatGradients:
                 part = piece.range.part_of(whole).to(piece.device, piece.dtype, copy=True)
         self.drop(index)
         self.averaged[index] = True
-        self._give(piece, part)
-        if not isinstance(value, FullGrad):
-            self.lend(index, whole)
-
-    @staticmethod
-    def _give(piece: Piece, part: Tensor) -> None:
-        # An optimizer would make a state for a gradient without elements.
         if piece.numel() or not piece.range.slot.numel:
             piece.grad = part
+        if not isinstance(value, FullGrad):
+            self.lend(index, whole)
 
     def let_go(self) -> None:
         """Release the parameters: they have no gradients any more."""
@@ -484,7 +485,7 @@ def _nothing() -> None:
 _owners: dict[int, tuple[weakref.ref[FlatGradients], int]] = {}
 """The gradients that a parameter has a part in, and its index there, by the parameter's ``id``."""
 _lenders: weakref.WeakSet[FlatGradients] = weakref.WeakSet()
-"""Gradients of which users may still change whole ones."""
+"""Gradients of which users may still change whole averages."""
 
 
 def _owner_of(parameter: Parameter) -> tuple[FlatGradients | None, int]:
@@ -545,10 +546,6 @@ def _of_another(piece: Piece, other: Piece) -> RuntimeError:
 # -- what optimizers need --------------------------------------------------------------------------
 
 
-def _of(piece: Piece) -> FlatGradients:
-    return cast(FlatGradients, piece.gradients)
-
-
 def settle(pieces: Iterable[Piece]) -> list[Tensor]:
     """Write back what users have changed of gradients; return the whole ones that they still see.
 
@@ -567,7 +564,7 @@ def settle(pieces: Iterable[Piece]) -> list[Tensor]:
 def drop(pieces: Iterable[Piece]) -> None:
     """Drop the gradients of the parameters of ``pieces``."""
     for piece in pieces:
-        _of(piece).drop(piece.place)
+        piece.gradients.drop(piece.place)
 
 
 def begin_step(pieces: Sequence[Piece], kind: str) -> None:
@@ -579,7 +576,7 @@ def begin_step(pieces: Sequence[Piece], kind: str) -> None:
     settle(pieces)
     with internals.as_plain_tensors():
         for piece in pieces:
-            owner, index = _of(piece), piece.place
+            owner, index = piece.gradients, piece.place
             is_own = owner.shows_own and owner.filled[index]
             is_own |= _SLOT.__get__(piece.parameter) is not None
             if is_own or index in owner.of_copy:
@@ -590,10 +587,9 @@ def begin_step(pieces: Sequence[Piece], kind: str) -> None:
                     " backward pass did not synchronize gradients. Synchronize them in the last"
                     f" one before {kind}.step() (`sync_grad=True`)."
                 )
-    for piece in pieces:
-        _of(piece).reach = None
+            owner.is_new = False
 
 
 def have_new(pieces: Iterable[Piece]) -> bool:
     """Return whether a backward pass has begun since :func:`begin_step`."""
-    return any(_of(piece).reach is not None for piece in pieces)
+    return True in [piece.gradients.is_new for piece in pieces]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Communicator
 from lightning_zero.plan import Slot, whole_shape
 from lightning_zero.tensors import PartlyRead
 
@@ -59,22 +57,6 @@ class PieceRange(NamedTuple):
         return flat
 
 
-class Gradients(Protocol):
-    """The part of a group's gradients that a single gradient needs; see ``FlatGradients``."""
-
-    pieces: Sequence[Piece]
-    comm: Communicator
-    averaged: list[bool]
-    lent: dict[int, Tensor]
-    assemble: Callable[[int, Tensor], Tensor]
-
-    def lend(self, place: int, whole: Tensor) -> Tensor:
-        """Let changes to the memory of ``whole`` count; return ``whole``."""
-
-    def settle(self) -> None:
-        """Write back whole gradients that users may have changed."""
-
-
 class Piece(Parameter):
     """This rank's 1-D part of a parameter's master, which the optimizer holds in its place.
 
@@ -95,7 +77,7 @@ class Piece(Parameter):
 
     parameter: Parameter
     range: PieceRange
-    gradients: Gradients
+    gradients: Any  # FlatGradients, which know of pieces
     place: int
     weight_dtype: torch.dtype
     stays: bool
