@@ -45,7 +45,7 @@ class Gradients:
         for group in self._groups:
             group.expect(reach)
         self.wants = [parameter.requires_grad for parameter in self.parameters]
-        self._missing = {index for index, wants in enumerate(self.wants) if wants}
+        self._missing = set(itertools.compress(itertools.count(), self.wants))
         self.are_complete = not self._missing
 
     @property

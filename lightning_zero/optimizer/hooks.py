@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from operator import is_
 from typing import Any
 
@@ -307,9 +306,11 @@ class OptimizerHooks:
         This rank's piece may be empty or stepped elsewhere.
         """
         drops = kwargs.get("set_to_none", args[0] if args else True)
-        is_whole = self._call.is_begun and self.verdict.way is Way.ALL_AT_ONCE
-        if is_whole or not drops or type(optimizer).zero_grad is not Optimizer.zero_grad:
+        if not self._call.is_begun:
+            if drops and type(optimizer).zero_grad is Optimizer.zero_grad:
+                drop(self._pieces)  # without a look at each
             return method(*args, **kwargs)
-        with self._stepper.at_rest() if self._call.is_begun else nullcontext():
-            drop(self._pieces)
+        if self.verdict.way is Way.ALL_AT_ONCE or not drops:
+            return method(*args, **kwargs)
+        with self._stepper.at_rest(), self._shown.showing_members():
             return method(*args, **kwargs)

@@ -320,7 +320,7 @@ class WholeStep(Stepper):
         finally:
             exchange(self.optimizer, pieces, parameters)
             for whole in wholes:
-                if whole.piece.grad is None:
+                if not whole.piece.gradients.averaged[whole.piece.place]:
                     whole.parameter.grad = None
 
     @override

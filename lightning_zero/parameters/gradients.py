@@ -267,11 +267,13 @@ class FlatGradients:
         """Return the shard to which new gradients are added; ``None`` if there is none."""
         if self._fresh is not None:
             return self._fresh[0]
-        held = [piece.grad for piece in self.pieces]
-        if not [grad for grad in held if grad is not None]:
+        if True not in self.averaged:
             return None
+        held = [piece.grad for piece in self.pieces]
         shard = self._installed()
         parts = [piece.range.in_shard for piece in self.pieces]
+        if not [grad for grad in held if grad is not None]:
+            return None  # an optimizer has dropped them
         if shard is None or True in [
             grad is None or grad.data_ptr() != shard[part].data_ptr()
             for grad, part in zip(held, parts, strict=True)
@@ -419,16 +421,19 @@ class FlatGradients:
                     piece.grad.copy_(piece.range.part_of(whole))
 
     def drop(self, index: int) -> None:
-        """Drop the gradient of a parameter; who keeps it, keeps its values."""
-        self.settle(index)
+        """Drop the gradient of a parameter; who keeps it, keeps its values.
+
+        To be called where torch does not ask the classes of tensors.
+        """
+        if self.lent:
+            self.settle(index)
+            self.lent.pop(index, None)
         piece = self.pieces[index]
         piece.grad = None
         self.averaged[index] = self.filled[index] = self.used[index] = False
         self.of_copy.discard(index)
-        self.lent.pop(index, None)
         self._shown.pop(index, None)
-        with internals.as_plain_tensors():
-            _SLOT.__set__(piece.parameter, None)
+        _SLOT.__set__(piece.parameter, None)
 
     @runs_outside
     def replace(self, index: int, value: Tensor) -> None:
@@ -452,7 +457,8 @@ class FlatGradients:
                     self._shown[index] = weakref.ref(self.lend(index, value))
                     return
                 part = piece.range.part_of(whole).to(piece.device, piece.dtype, copy=True)
-        self.drop(index)
+        with internals.as_plain_tensors():
+            self.drop(index)
         self.averaged[index] = True
         if piece.numel() or not piece.range.slot.numel:
             piece.grad = part
@@ -498,7 +504,8 @@ def _get(parameter: Parameter) -> Tensor | None:
         grad = _SLOT.__get__(parameter)
     if grad is None:
         owner, index = _owner_of(parameter)
-        grad = None if owner is None else owner.shown(index)
+        if owner is not None and (owner.averaged[index] or owner.shows_own):
+            grad = owner.shown(index)
     return cast("Tensor | None", grad)
 
 
@@ -508,10 +515,9 @@ def _set(parameter: Parameter, value: Tensor | None) -> None:
         is_in_hook = internals.in_backward() and _SLOT.__get__(parameter) is not None
         if owner is None or is_in_hook:
             _SLOT.__set__(parameter, value)
-            return
-    if value is None:
-        owner.drop(index)
-    else:
+        elif value is None:
+            owner.drop(index)
+    if owner is not None and not is_in_hook and value is not None:
         owner.replace(index, value)
 
 
@@ -563,8 +569,9 @@ def settle(pieces: Iterable[Piece]) -> list[Tensor]:
 
 def drop(pieces: Iterable[Piece]) -> None:
     """Drop the gradients of the parameters of ``pieces``."""
-    for piece in pieces:
-        piece.gradients.drop(piece.place)
+    with internals.as_plain_tensors():
+        for piece in pieces:
+            piece.gradients.drop(piece.place)
 
 
 def begin_step(pieces: Sequence[Piece], kind: str) -> None:
