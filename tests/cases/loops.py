@@ -44,6 +44,12 @@ case(
 case("fit", Regression, "save_and_resume_a_directory", save_at=1, readers=(1, 3), max_epochs=2,
      settings=({"checkpoint": "dcp"},))  # fmt: skip
 
+FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
+case("fit", Regression, "copies_of_shards", worlds=(4,), stages=(1, 2, 3), rests=True, max_epochs=2,
+     settings=({"shard": 2}, {"shard": "node"}, {"shard": 2, **FILES}), save_at=1, readers=(2,), ulps=16)  # fmt: skip
+case("fit", Regression, "copies_that_pad_shards", worlds=(3,), stages=(2, 3), rests=True,
+     settings=({"shard": 1},))  # fmt: skip
+
 
 @case("loops")
 def loops_in_any_order(play: Player) -> Trace:

@@ -161,34 +161,6 @@ def test_new_weights_are_gathered_behind_the_step_and_awaited_by_unit(
         assert gathers == ["gather root", *(f"gather blocks.{i}" for i in range(BLOCKS))]
 
 
-def _collectives(stage: int, microbatches: int, accumulate: str | None) -> Counter[str]:
-    job = Job(stage=stage, accumulate=accumulate)
-    job.step(microbatches)
-    job.step(microbatches)
-    job.step(microbatches)
-    counts: Counter[str] = Counter()
-    for (_, verb), sent in job.engine.comm.transport.ledger.last_step.items():
-        counts[verb] += sent.collectives
-    return counts
-
-
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_collectives_are_those_of_the_stage_table(ranks: Pools, microbatches: int) -> None:
-    units, m = BLOCKS + 1, microbatches
-    # At stage 3 the root is gathered once, and the last block stays whole into its backward.
-    stage_3_gathers = m * (2 * units - 2)
-    expected = {
-        (1, None): (units, units),
-        (2, None): (units, m * units),
-        (2, "local"): (units, units),
-        (3, None): (stage_3_gathers, m * units),
-        (3, "local"): (stage_3_gathers, units),
-    }
-    for (stage, accumulate), (gathers, reduces) in expected.items():
-        for counts in ranks(2).run(_collectives, stage, m, accumulate):
-            assert counts == {"gather": gathers, "reduce": reduces}, (stage, accumulate)
-
-
 WIDE, NUM_WIDE = 256, 4
 
 
@@ -341,17 +313,6 @@ def test_python_per_unit_is_bounded(stage: int, per_unit: int) -> None:
     # Torch's own functions too, of which a plain step of such a unit calls some ten.
     assert in_a_unit.all <= per_unit + 45
     assert in_a_parameter.own <= 12
-
-
-def test_a_profile_reads_like_the_source() -> None:
-    job = Job(stage=3)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        job.step()
-    ranges = Counter(e.name for e in seen.events() if e.name.startswith("zero."))
-    job.engine.close()
-    for unit in [f"blocks.{i}" for i in range(BLOCKS)]:
-        for verb in ("unshard", "wait", "reshard", "reduce", "finish_reduce"):
-            assert ranges[f"zero.{verb} {unit}"] >= 1
 
 
 def _profiles_that_stop_early() -> list[set[str]]:

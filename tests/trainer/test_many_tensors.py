@@ -77,6 +77,7 @@ def _calls_per_tensor(strategy: str, folder: str) -> tuple[list[float], list[flo
     return [setup / more for more, setup, _ in steps], [resume / more for more, _, resume in steps]
 
 
+@pytest.mark.slow
 def test_a_tensor_costs_not_much_more_than_under_ddp(ranks: Pools, tmp_path: Path) -> None:
     ddp, *stages = (
         ranks(2).run(_calls_per_tensor, name, str(tmp_path))[0]
