@@ -6,8 +6,7 @@ as files, whatever the page cache keeps of them.
 With offload from another device, some bytes are in transit between it and its host:
 
 * **weights** that rest outside the device are copied unit by unit into their place in the whole
-  weights. Those from files, and those that are cast each time, come by a ring of pinned memory,
-  which is kept;
+  weights. Those from files come by a ring of pinned memory, which is kept;
 * **gradients** leave the device when a unit's reduction ends. Shards of the last two units stay
   until they have been sent, besides that being reduced. From the second microbatch on, what rests
   on the host comes up to be added;

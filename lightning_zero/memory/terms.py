@@ -57,7 +57,7 @@ class UnitTerms:
         name: The unit's name; the root's is ``""``.
         resting: Bytes between steps, by medium and kind.
         partial: Bytes of whole gradients before their reduction.
-        ring: Bytes of pinned memory by which weights come up that are read from files, or cast.
+        ring: Bytes of pinned memory by which weights come up that are read from files.
         lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
             bf16 with stochastic rounding.
         pieces: The rank's pieces of parameters that are offloaded, frozen ones included.
@@ -84,8 +84,7 @@ class UnitTerms:
             self.resting[plan.media[kind]][kind] += count
         if plan.master.medium is Medium.DEVICE or on_host:
             return
-        is_cast = plan.master.dtype is not plan.weight.dtype
-        if plan.master.medium is Medium.DISK or (is_cast and not plan.keeps_cast_weights):
+        if plan.master.medium is Medium.DISK:
             self.ring = RING_BYTES
 
 

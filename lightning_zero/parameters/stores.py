@@ -219,7 +219,7 @@ class HostStore(Store):
     """A device's store for what rests in its host's memory, or in files that the host maps.
 
     Every rank copies its own shard up to its place in the whole, and the devices gather. Pinned
-    memory in the dtype of the whole is sent as it is. Anything else is read, or cast, by threads
+    memory is sent as it is, and cast on the device. Files are read, and cast, by threads
     (:class:`~lightning_zero.tensors.Uploads`). Where the plan keeps weights in pinned memory
     besides their masters, they are cast once after each change: by :meth:`cast` after a step,
     otherwise on the way of the next gather.
@@ -248,23 +248,28 @@ class HostStore(Store):
     def _gather_from_host(self, out: Tensor, *, unit: str, tag: int) -> Work:
         axis, master = self.comm.mesh.shard, self.master
         own = out.view(axis.size, -1)[axis.rank]
-        self.comm.transport.ledger.note(unit, "up", own.numel(), own.element_size())
         gather = functools.partial(self.gather, out, Shards(own), unit=unit, tag=tag)
-        is_weights, copies = own.dtype is not master.dtype, self.comm.host_copies
-        if not is_weights and self.plan.master.medium is Medium.HOST:
-            return copies.up(own, master, gather)
-        what, kept = _reading(unit), None
-        if is_weights and self.plan.keeps_cast_weights:
-            kept, as_of = self._kept_weights(), self.comm.num_changes
-            if self._as_of == as_of:
-                return copies.up(own, kept, gather)
+        if own.dtype is master.dtype or not self.plan.keeps_cast_weights:
+            return self._bring(own, gather, unit)
+        self.comm.transport.ledger.note(unit, "up", own.numel(), own.element_size())
+        copies, kept, as_of = self.comm.host_copies, self._kept_weights(), self.comm.num_changes
+        if self._as_of == as_of:
+            return copies.up(own, kept, gather)
 
-            def note_and_gather() -> Work:
-                self._as_of = as_of
-                return gather()
+        def note_and_gather() -> Work:
+            self._as_of = as_of
+            return gather()
 
-            return copies.up_in_parts(what, _parts(master, own, kept), note_and_gather)
-        return copies.up_in_parts(what, _parts(master, own, None), gather)
+        return copies.up_in_parts(_reading(unit), _parts(master, own, kept), note_and_gather)
+
+    def _bring(self, out: Tensor, then: Callable[[], Work], unit: str) -> Work:
+        """Start to bring the masters up: from memory as they are, from files cast by threads."""
+        copies, master, ledger = self.comm.host_copies, self.master, self.comm.transport.ledger
+        if self.plan.master.medium is Medium.HOST:
+            ledger.note(unit, "up", master.numel(), master.element_size())
+            return copies.up(out, master, then)
+        ledger.note(unit, "up", out.numel(), out.element_size())
+        return copies.up_in_parts(_reading(unit), _parts(master, out, None), then)
 
     def _kept_weights(self) -> Tensor:
         if self._weights is None:
@@ -338,8 +343,8 @@ class ShardsOnDevice(HostStore):
 
     def _bring_up(self, unit: str) -> None:
         """Start to bring the masters' last change up to the device, unless that was done."""
-        copies, master, weight = self.comm.host_copies, self.master, self.plan.weight
-        as_of = self.comm.num_changes, copies.num_abandoned
+        comm, weight = self.comm, self.plan.weight
+        as_of = comm.num_changes, comm.host_copies.num_abandoned
         if self._as_of == self.comm.num_changes or self._up_as_of == as_of:
             return
         self._up_as_of = as_of
@@ -347,19 +352,15 @@ class ShardsOnDevice(HostStore):
             with lasting_tensors():
                 numel, dtype = self.layout.shard_numel, weight.dtype
                 self._weights = torch.empty(numel, dtype=dtype, device=weight.device)
-        shard = self._weights
-        self.comm.transport.ledger.note(unit, "up", shard.numel(), shard.element_size())
-        if shard.dtype is master.dtype and self.plan.master.medium is Medium.HOST:
-            self._up = copies.up(shard, master, Pending)
-        else:
-            self._up = copies.up_in_parts(_reading(unit), _parts(master, shard, None), Pending)
+        self._up = self._bring(self._weights, Pending, unit)
 
     def _gather_from_device(self, out: Tensor, *, unit: str, tag: int) -> Work:
         self._bring_up(unit)
         up, self._up = self._up, None
         if up is not None:
+            as_of, self._up_as_of = self._up_as_of[0], (-1, -1)
             up.wait()
-            self._as_of = self._up_as_of[0]
+            self._as_of = as_of
         assert self._weights is not None
         return self.gather(out, Shards(self._weights), unit=unit, tag=tag)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_zero.tensors import internals
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.pages import private_map
-from lightning_zero.tensors.uploads import UploadPart, Uploads
+from lightning_zero.tensors.uploads import RING_BYTES, UploadPart, Uploads
 from lightning_zero.tensors.work import Work
 
 _WITHOUT_STREAMS = ("cpu", "meta")
@@ -162,7 +162,8 @@ class HostCopies:
     ) -> Work:
         """Start to copy ``source`` to the device, then ``then``; return one work for both.
 
-        ``after`` is the copy that brings ``source`` to the host, if it may still be under way.
+        The device casts it to the dtype of ``out``: that would hold up the host. ``after`` is the
+        copy that brings ``source`` to the host, if it may still be under way.
         """
         if self._up_stream is None:
             out.copy_(source)
@@ -170,7 +171,10 @@ class HostCopies:
         with self._beside_computation(self._up_stream):
             if after is not None:
                 after.precede(self._up_stream)
-            out.copy_(source, non_blocking=True)
+            if out.dtype is source.dtype:
+                out.copy_(source, non_blocking=True)
+            else:
+                _copy_and_cast(out, source)
             if after is None:  # otherwise the source is temporary, and nobody writes to it
                 self._up = self._up_stream.record_event()
             return _Arrival(then(), self._up_stream.record_event(), self.device)
@@ -272,6 +276,15 @@ class HostCopies:
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         with stream:
             yield
+
+
+def _copy_and_cast(out: Tensor, source: Tensor) -> None:
+    """Copy ``source`` up on the current stream, whose memory takes the parts before their cast."""
+    numel = RING_BYTES // source.element_size()
+    with lasting_tensors():
+        for part, before in zip(*(torch.split(one, numel) for one in (out, source)), strict=True):
+            above = torch.empty(len(before), dtype=before.dtype, device=out.device)
+            part.copy_(above.copy_(before, non_blocking=True))
 
 
 class _Arrival:

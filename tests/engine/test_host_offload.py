@@ -89,12 +89,12 @@ def states_alone_move_stepped_shards() -> None:
             # What a step has changed goes up once, behind it.
             engine.comm.host_copies.wait_until_read()
         flats = engine.sharded.flats
-        up = sum(f.layout.shard_numel * f.plan.weight.dtype.itemsize for f in flats)
-        down = sum(f.layout.shard_numel * 4 for f in flats)
-        assert memories.crossed == {"up": up, "down": down}
+        shards = sum(f.layout.shard_numel * 4 for f in flats)
+        assert memories.crossed == {"up": shards, "down": shards}
         held = engine.sharded.memory()
-        assert held["weights"] == up
-        assert held["host master"] == down
+        of_weights = [f.layout.shard_numel * f.plan.weight.dtype.itemsize for f in flats]
+        assert held["weights"] == sum(of_weights)
+        assert held["host master"] == shards
         assert held["master"] == held["states"] == held["gradients"] == held["gathered"] == 0
         engine.close()
 
