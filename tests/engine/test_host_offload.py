@@ -321,10 +321,9 @@ def stepped_behind(*, is_interrupted: bool, **settings: Any) -> dict[str, Tensor
 
 
 def compare_abandoned() -> None:
-    for stage in (2, 3):
+    for stage, offload in ((2, Offload("cpu")), (3, Offload("cpu", "cpu")), (3, Offload("cpu"))):
         expected = stepped_behind(is_interrupted=False, stage=stage)
         found = {"the device": stepped_behind(is_interrupted=True, stage=stage)}
-        offload = Offload.of_stage(stage, "cpu")
         with beside_the_host():
             found["its host"] = stepped_behind(is_interrupted=True, stage=stage, offload=offload)
         for where, weights in found.items():

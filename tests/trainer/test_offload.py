@@ -139,22 +139,26 @@ def test_a_torn_step_is_neither_saved_for_its_exception_nor_made_whole(
 def on_host(folder: str, name: str, precision: str) -> tuple[list[str], dict[str, int]]:
     """Resumes beside a host from a run without, and the other way round."""
     stage = "zero2" if "2" in name else "zero3"
+
+    def offloaded() -> Any:
+        return ZeROStrategy(3, offload_optimizer="cpu") if name == "states alone" else name
+
     whole = fit(stage, folder, precision=precision).state_dict()
     monitor = MemoryMonitor()
     with beside_the_host(followed=False):
         stop = Stop(f"{folder}/host.ckpt", 3)
-        fit(name, folder, stop, precision=precision)
+        fit(offloaded(), folder, stop, precision=precision)
     found = fit(stage, folder, Stop(f"{folder}/device.ckpt", 3), precision=precision)
     found = fit(stage, folder, path=f"{folder}/host.ckpt", precision=precision).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in found.items())
     with beside_the_host(followed=False):
         path = f"{folder}/device.ckpt"
-        found = fit(name, folder, monitor, path=path, precision=precision).state_dict()
+        found = fit(offloaded(), folder, monitor, path=path, precision=precision).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in found.items())
     return monitor.differences, monitor.measured["step"]
 
 
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "states alone"])
 def test_states_on_the_host(ranks: Pools, tmp_path: Path, name: str) -> None:
     for differences, held in ranks(2).run(on_host, str(tmp_path), name, "bf16-mixed"):
         assert differences == []
@@ -167,6 +171,7 @@ HOSTED: dict[str, Any] = {
     "zero2_offload": "zero2_offload",
     "zero3_offload": "zero3_offload",
     "zero1 by argument": {"stage": 1, "offload_optimizer": "cpu"},
+    "states alone by argument": {"stage": 3, "offload_optimizer": "cpu"},
     "zero3 by argument": {"stage": 3, "offload_optimizer": "cpu", "offload_weights": "cpu"},
     "DeepSpeed's stage 2": {
         "config": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
