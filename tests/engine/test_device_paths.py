@@ -244,7 +244,8 @@ def test_path(seen_of: SeenOf, name: str) -> None:
         if way.rows < ROWS:
             continue
         assert seen.overlapped["sent"] > 0.2
-        if way.offload is not None:
+        # What goes up once a step from memory does so behind it, where this one is over.
+        if way.offload is not None and (way.settings["stage"] == 3 or "nvme" in name):
             assert seen.overlapped["up"] > 0.3
         if way.offload is not None and way.settings["stage"] == 3 and way.world == 2:
             assert seen.overlapped["down"] > 0.6
