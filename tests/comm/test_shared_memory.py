@@ -69,23 +69,6 @@ def test_all_ways_give_the_same_bits(ranks: Pools, world: int) -> None:
                 torch.testing.assert_close(values, expected, **tolerance)
 
 
-def _exchanges_at_setup(num_units: int) -> int:
-    plain = Control.gather_objects
-    with mock.patch.object(Control, "gather_objects", autospec=True) as exchange:
-        exchange.side_effect = plain
-        model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(num_units)])
-        engine = Engine(model, Settings(3, units=(torch.nn.Linear,)))
-        assert engine.comm.transport.reads_peers
-        assert len(engine.sharded.units) == num_units + 1
-        engine.close()
-    return exchange.call_count
-
-
-def test_ranks_say_where_the_masters_of_all_units_are_at_once(ranks: Pools) -> None:
-    few, many = (ranks(2).run(_exchanges_at_setup, number) for number in (2, 8))
-    assert few == many
-
-
 def _num_files() -> int:
     count = 0
     for number in os.listdir("/proc/self/fd"):
@@ -94,48 +77,40 @@ def _num_files() -> int:
     return count
 
 
-def _files_at_setup(num_units: int) -> tuple[list[int], int]:
-    """Numbers of open windows when each is made, and behind setup."""
+def _setup(num_units: int) -> tuple[int, list[int]]:
+    """Exchanges at setup; open files when each window is made, behind setup and a failed one."""
     found: list[int] = []
-    create = Window.create
+    create, exchange = Window.create, Control.gather_objects
 
     def counted(*words: Any) -> Window:
         found.append(_num_files())
         return create(*words)
 
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(num_units)])
+    def model() -> torch.nn.Module:
+        return torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(num_units)])
+
     with (
         mock.patch.object(shared_memory, "WINDOWS_AT_ONCE", 4),
         mock.patch.object(Window, "create", counted),
+        mock.patch.object(Control, "gather_objects", autospec=True, side_effect=exchange) as calls,
     ):
-        engine = Engine(model, Settings(3, units=(torch.nn.Linear,)))
-    behind = _num_files()
+        engine = Engine(model(), Settings(3, units=(torch.nn.Linear,)))
+    found.append(_num_files())
     engine.close()
-    return found, behind
-
-
-def test_few_files_are_open_at_once(ranks: Pools) -> None:
-    for found, behind in ranks(2).run(_files_at_setup, 30):
-        assert len(found) >= 31
-        assert max(found) - found[0] <= 4
-        assert behind - found[0] <= 1  # that of sync points
-
-
-def _files_of_units_to_come(num_units: int) -> tuple[int, int]:
-    """Numbers of open windows before a setup, and behind one that failed, whose error is kept."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(num_units)])
-    before = _num_files()
     failing = mock.patch.object(FlatParameters, "take_over", side_effect=ValueError("it fails"))
     with failing, pytest.raises(ValueError, match="it fails") as kept:
-        Engine(model, Settings(3, units=(torch.nn.Linear,)))
-    behind = _num_files()
+        Engine(model(), Settings(3, units=(torch.nn.Linear,)))
+    found.append(_num_files())
     assert kept.tb is not None
-    return before, behind
+    return calls.call_count, [number - found[0] for number in found]
 
 
-def test_a_setup_that_fails_leaves_no_files_of_units_to_come(ranks: Pools) -> None:
-    for before, behind in ranks(2).run(_files_of_units_to_come, 30):
-        assert behind - before <= 1  # that of sync points
+def test_few_files_are_open_at_once_and_few_messages_say_where(ranks: Pools) -> None:
+    for calls, found in ranks(2).run(_setup, 30):
+        assert len(found) >= 33
+        assert max(found) <= 4
+        assert found[-2:] == [0, 0]
+        assert calls < 20
 
 
 class _Scaled(torch.nn.Module):
@@ -247,6 +222,42 @@ def _blind_rank() -> bool:
 
 def test_one_rank_that_sees_no_windows_takes_them_from_all(ranks: Pools) -> None:
     assert ranks(3).run(_blind_rank) == [False] * 3
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("in the user's own backward")
+
+
+def _fail_and_train() -> list[int]:
+    """The number of windows that are mapped after some steps, between failures and without."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
+    engine = Engine(model, Settings(2, units=(torch.nn.Linear,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine.adopt(optimizer)
+    counts = []
+    for _ in range(12):
+        loss = model[3:](_Fails.apply(model[:3](torch.ones(2, 4)))).sum()
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        engine.reset()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with open("/proc/self/maps") as maps:
+            counts.append(sum("lightning_zero" in line for line in maps))
+    engine.close()
+    return counts
+
+
+def test_windows_of_failed_steps_do_not_stay_mapped(ranks: Pools) -> None:
+    for counts in ranks(2).run(_fail_and_train):
+        assert max(counts[6:]) <= max(counts[:6]), counts
 
 
 def test_the_ledger_counts_by_step() -> None:

@@ -63,6 +63,7 @@ class ReduceWindows:
         self.free: list[Window] = []
         self._axis, self._log = axis, log
         self._peers: dict[Address, Window] = {}
+        self._read: tuple[set[Address], set[Address]] = set(), set()
         self._capacity = 0
 
     @property
@@ -87,16 +88,21 @@ class ReduceWindows:
         if address not in self._peers:
             with self._log.explained():
                 self._peers[address] = Window.open(address, self._axis.size)
+        self._read[1].add(address)
         return self._peers[address]
 
     def drop_outgrown(self) -> None:
-        """Drop windows, own and peers', that have become too small."""
+        """Drop windows that have become too small, and peers' that were not read for two steps.
+
+        A peer may have dropped these, for instance with a backward pass that an exception ended.
+        """
         self.free = [w for w in self.free if w.address.capacity == self._capacity]
         self._peers = {
             address: window
             for address, window in self._peers.items()
-            if address.capacity == self._capacity
+            if address.capacity == self._capacity and address in self._read[0] | self._read[1]
         }
+        self._read = self._read[1], set()
 
     def clear(self) -> None:
         """Drop all windows, own and peers'."""
