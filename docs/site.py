@@ -10,7 +10,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 WIDE = {"settings.md", "limits.md", "optimizers.md"}
 """Pages of wide tables, which get the place of the table of contents."""
-LINK = re.compile(r"\[([^\]\n]+)\]\((?!https?://|#)([^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\((?!https?://|#)([^)\s]+)\)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:

@@ -1,31 +1,40 @@
-"""Fine-tune a model from a Hugging Face folder on text: all weights, or LoRA's adapters.
+"""Fine-tune a Hugging Face model on text: all weights, or LoRA's adapters.
 
-    python examples/finetune_hf.py
+    python examples/finetune_hf.py                      # a small model, on two CPU processes
     python examples/finetune_hf.py --lora
-    python examples/finetune_hf.py --lora --strategy zero2
+    python examples/finetune_hf.py --model path/of/Llama-3.1-8B --accelerator gpu --devices 8 \\
+        --precision bf16-mixed --length 2048 --batch-size 2 --activation-checkpointing
 
-A small Llama over bytes first learns the Python documentation, and is saved to a folder as models
-of the hub are: it stands for a download. Then it is fine-tuned on source code. Without ``--lora``
-it is built on the meta device, and each rank reads its part of the folder's weights only. After
-each part the bytes are printed that rank 0 held, by kind: with adapters, gradients and optimizer
-states are theirs alone.
+``--model`` is a folder as ``save_pretrained`` writes it, or a name on the hub. Without it, a small
+Llama over bytes first learns the Python documentation and is saved to ``--folder``, in place of a
+download. The text is Python's own source code.
+
+Without ``--lora`` the model is built on the meta device, and each rank reads its shards of the
+weights only. After training, rank 0 prints the bytes that it held, by kind.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import lightning_zero
-
-LENGTH = 64
 
 
 class LanguageModel(LightningModule):
@@ -89,40 +98,68 @@ class LanguageModel(LightningModule):
         return torch.optim.AdamW(trained, self.lr)
 
 
-def windows(text: str) -> DataLoader[Tensor]:
-    """Return batches of the text's first bytes; with a model of the hub, use its tokenizer."""
-    size = arguments.windows * LENGTH
-    rows = torch.frombuffer(bytearray(text.encode()[:size]), dtype=torch.uint8).view(-1, LENGTH)
-    return DataLoader(rows.long(), 16, shuffle=True)
+def windows(text: str, tokenizer: Any = None) -> DataLoader[Tensor]:
+    """Return batches of the text's first tokens, or bytes without a tokenizer."""
+    ids = tokenizer(text)["input_ids"] if tokenizer else [*text.encode()]
+    count = min(arguments.windows, len(ids) // arguments.length)
+    rows = torch.tensor(ids[: count * arguments.length]).view(count, arguments.length)
+    return DataLoader(rows, arguments.batch_size, shuffle=True)
 
 
-def train(module: LanguageModel, text: str) -> None:
+def train(module: LanguageModel, data: DataLoader[Tensor]) -> None:
+    strategy = arguments.strategy
+    if arguments.activation_checkpointing:
+        stage, _, offload = strategy.removeprefix("zero").partition("_")
+        where = {"offload": "cpu", "nvme": "nvme"}.get(offload)
+        strategy = lightning_zero.ZeROStrategy(
+            stage=int(stage), offload_optimizer=where, activation_checkpointing=True
+        )
     trainer = Trainer(
-        strategy=arguments.strategy,
-        accelerator="cpu",
-        devices=2,
+        strategy=strategy,
+        accelerator=arguments.accelerator,
+        devices=arguments.devices,
+        precision=arguments.precision,
         max_epochs=arguments.epochs,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         logger=False,
     )
-    trainer.fit(module, windows(text))
+    trainer.fit(module, data)
+
+
+def pretrain() -> str:
+    """Train a small model, save it as a model of the hub is saved, and return its folder."""
+    model = LanguageModel()
+    train(model, windows("\n".join(topics.values())))
+    if model.trainer.is_global_zero:  # after `fit` the weights are whole
+        model.net.save_pretrained(arguments.folder)
+    model.trainer.strategy.barrier()
+    return arguments.folder
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="", help="folder or hub name of a pretrained model")
+    parser.add_argument("--lora", action="store_true", help="train adapters only")
     parser.add_argument("--strategy", default="zero3")
-    parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--folder", default="pretrained", help="where the first model is saved")
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--activation-checkpointing", action="store_true")
+    parser.add_argument("--folder", default="pretrained", help="where the small model is saved")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--windows", type=int, default=4096, help=f"{LENGTH} bytes each")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sample")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples of a batch, per rank")
+    parser.add_argument("--windows", type=int, default=4096, help="samples of an epoch")
+    parser.add_argument("--lr", type=float, default=1e-3)
     arguments = parser.parse_args()
     seed_everything(0)
-    first = LanguageModel()
-    train(first, "\n".join(topics.values()))
-    if first.trainer.is_global_zero:  # after `fit` the weights are whole
-        first.net.save_pretrained(arguments.folder)
-    first.trainer.strategy.barrier()
+    folder, tokenizer = arguments.model, None
+    if not folder:
+        folder = pretrain()
+    else:
+        folder = folder if os.path.isdir(folder) else snapshot_download(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     code = "\n".join(map(inspect.getsource, (argparse, inspect, torch.optim.Optimizer)))
-    train(LanguageModel(arguments.folder, arguments.lora, lr=1e-3), code)
+    train(LanguageModel(folder, arguments.lora, lr=arguments.lr), windows(code, tokenizer))

@@ -24,13 +24,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lightning_zero.tensors import SECTOR
-
 _ALIGNMENT = 64
 """Bytes to which records are aligned, as in ``torch.save``."""
 
+_SECTOR = 512
 _LARGE_BYTES = 2**20
-"""Records from this size on are aligned to sectors, for direct I/O."""
+"""Records from this size on are aligned to sectors of disks."""
 
 ROOT = "archive/"
 """The folder in the archive that holds every record; torch takes it from the first record."""
@@ -114,7 +113,7 @@ class Archive:
 
 def _placed(name: str, nbytes: int, position: int) -> Record:
     """Return the record whose header begins at ``position``."""
-    alignment = SECTOR if nbytes >= _LARGE_BYTES else _ALIGNMENT
+    alignment = _SECTOR if nbytes >= _LARGE_BYTES else _ALIGNMENT
     least = position + _header_nbytes(name)
     return Record(name, nbytes, position, -(-least // alignment) * alignment)
 

@@ -89,14 +89,17 @@ def _joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) 
     slot = piece.range.slot
     shape = cut.whole_shape(slot.shape)
     stride = torch.empty(shape, device="meta").stride()
-    if cut.dim == 0 and slot.stride == stride:
-        start = cut.rank * slot.numel + piece.range.start
+    ((first, _), *others) = cut.ranges(cut.rank)
+    if cut.dim == 0 and not others and slot.stride == stride:
+        start = first * stride[0] + piece.range.start
         return ShardedValue.of(key, part, start, shape, stride, control=comm.control)
     with lasting_tensors(), torch.no_grad():
         parts = comm.parts_of_ranks(part.detach())
         # Every ``cut.size``-th rank has a range of the same part, in order.
-        flat = (torch.cat(parts[first :: cut.size]) for first in range(cut.size))
-        whole = cut.whole_of([one.as_strided(slot.shape, slot.stride) for one in flat]).flatten()
+        flat = [torch.cat(parts[number :: cut.size]) for number in range(cut.size)]
+        shapes = [cut.part_shape(slot.shape, number) for number in range(cut.size)]
+        whole = cut.whole_of([one.view(shape) for one, shape in zip(flat, shapes, strict=True)])
+        whole = whole.flatten()
         number, count, numel = comm.control.rank, comm.control.world_size, prod(shape)
         start, stop = (numel * n // count for n in (number, number + 1))
         part = whole[start:stop].clone()

@@ -16,6 +16,7 @@ from lightning_zero.engine.backward_events import Call, Events, too_late, weakly
 from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.reduction_order import ReductionOrder
 from lightning_zero.engine.repeated_uses import RepeatedUses
+from lightning_zero.engine.replicated_gradients import require_equal_gradients
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
@@ -49,6 +50,8 @@ class Backward:
         self._order = ReductionOrder(sharded)
         self.repeated_uses = RepeatedUses(sharded)
         self.syncs = True
+        # Whether gradients have been compared within tensor-parallel groups, once.
+        self._is_compared = sharded.comm.mesh.tensor is None
         self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
         # The current pass; autograd holds it, and drops it when an exception ends the pass.
         self._pass: Callable[[], _Pass | None] = lambda: None
@@ -198,6 +201,9 @@ class Backward:
         """End a backward pass: reduce late gradients, wait, and reshard what is still whole."""
         if self._reduces:
             self._order.finish()
+            if not self._is_compared and self.syncs:
+                self._is_compared = True
+                require_equal_gradients(self._sharded.pieces, self._sharded.comm)
         elif self._takes:
             for unit in self._units:
                 unit.gradients.keep_own()

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Control, SyncPoint, with_complements
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.optimizer import bare, parameter_of
-from lightning_zero.plan import Settings, find_units
+from lightning_zero.plan import Settings, find_units, whole_shape
 
 Facts = Mapping[str, Mapping[str, Any]]
 """Named things with their attributes: ``{"The strategy": {"stage": 3}}``."""
@@ -142,7 +142,8 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _form(tensor: Tensor) -> str:
-    shape = "unknown" if is_lazy(tensor) else tuple(tensor.shape)
+    # Tensor-parallel ranks may have parts of different sizes.
+    shape = "unknown" if is_lazy(tensor) else whole_shape(tensor, tensor.shape)
     values = ", without values (meta device)" if tensor.is_meta else ""
     return f"shape {shape}, {_text(tensor.dtype)}{values}"
 

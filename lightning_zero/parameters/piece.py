@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.plan import Slot, whole_shape
-from lightning_zero.tensors import PartlyRead
 
 
 class PieceRange(NamedTuple):
@@ -35,11 +34,8 @@ class PieceRange(NamedTuple):
     def part_of(self, whole: Tensor) -> Tensor:
         """Return the elements ``[n]`` of ``whole``, of the parameter's shape, in this range.
 
-        They are a view if the elements of ``whole`` lie in the parameter's order. Of a tensor that
-        is read on use, nothing else is read.
+        They are a view if the elements of ``whole`` lie in the parameter's order.
         """
-        if isinstance(whole, PartlyRead):
-            return whole.part(self.start, self.stop, self.slot.stride)
         if whole.stride() == self.slot.stride:
             # An empty range might start past the storage of a tensor without elements.
             start = self.start if self.stop > self.start else 0

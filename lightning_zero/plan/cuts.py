@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.tensors import PartlyRead
-
 _CUT = "lightning_zero_cut"
 _ORIGINAL = "lightning_zero_original"
 
@@ -57,9 +55,6 @@ class Cut:
     def part_of(self, whole: Tensor, rank: int | None = None) -> Tensor:
         """Return what ``rank``, by default this one, holds of a whole tensor: a view, if it can."""
         ranges = self.ranges(self.rank if rank is None else rank)
-        if isinstance(whole, PartlyRead) and len(ranges) == 1:
-            ((start, stop),) = ranges
-            return whole.narrowed(self.dim, start, stop - start)
         parts = [whole.narrow(self.dim, start, stop - start) for start, stop in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 

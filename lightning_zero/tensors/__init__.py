@@ -9,7 +9,6 @@ properties  torch's functions, grouped by what they need of a tensor's memory
 chunks      the chunk size in which large tensors are processed
 storages    storages, counted while they are alive
 pages       huge pages of host memory, and pages of files brought in ahead
-partly_read tensors of which a part can be had without the rest
 wrapped     tensors that wrap others, taken apart and made again
 work        what is in flight, and may be waited for
 staging     buffers through which threads move chunks between device, host and files
@@ -33,7 +32,6 @@ from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.nested import named_tensors, tensors_in
 from lightning_zero.tensors.outside import copied_if_wrapped, outside, runs_outside
 from lightning_zero.tensors.pages import LARGE_BYTES, ask_for_large_pages, fault_in, mapped_storage
-from lightning_zero.tensors.partly_read import SECTOR, PartlyRead
 from lightning_zero.tensors.profiling import span, unseen
 from lightning_zero.tensors.scratch import Scratch, StagedFile
 from lightning_zero.tensors.staging import (

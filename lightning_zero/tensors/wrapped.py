@@ -12,13 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from lightning_zero.tensors import internals
-from lightning_zero.tensors.partly_read import PartlyRead
 
 
 def can_wrap(cls: type) -> bool:
     """Return whether tensors of a class answer torch's operations themselves."""
-    is_own = issubclass(cls, Tensor) and cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return is_own and not issubclass(cls, PartlyRead)
+    return issubclass(cls, Tensor) and cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def is_wrapper(value: Any) -> bool:

@@ -19,7 +19,7 @@ from tests.oracle.by_trainer import Stop, make_trainer
 from tests.oracle.ranks import Pools
 from tests.oracle.tensor_parallel import assert_like_ddp, weights_of
 
-WORDS = 24
+WORDS = 25  # the tensor-parallel ranks have parts of different sizes
 _SIZES = {
     "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 0,
@@ -178,3 +178,45 @@ def _refused(folder: str) -> str:
 def test_a_plan_that_transformers_cannot_resolve_is_refused(ranks: Pools, tmp_path: Path) -> None:
     for told in ranks(2).run(_refused, str(tmp_path)):
         assert "_Odd has a `tp_plan`, but is no model of a Transformers version" in told
+
+
+class _HeadNorms(LightningModule):
+    """Attention whose norms of heads come after the split, with or without a plan for them."""
+
+    def __init__(self, *, with_style: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = transformers.Qwen3Config(**_SIZES)
+        self.net = transformers.Qwen3ForCausalLM(config)
+        if not with_style:
+            plan = self.net.tp_plan
+            self.net.tp_plan = {k: v for k, v in plan.items() if not k.endswith("_norm")}
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        (text,) = batch
+        return self.net(input_ids=text, labels=text).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+def _forgotten(folder: str, stage: int, with_style: bool) -> str:
+    data = DataLoader(TensorDataset(torch.arange(32).view(4, 8) % 20 + 3), batch_size=2)
+    strategy = ZeROStrategy(stage=stage, tensor_parallel_size=2, min_num_params=0)
+    trainer = make_trainer(dist.get_world_size(), strategy, Path(folder), max_steps=2)
+    try:
+        trainer.fit(_HeadNorms(with_style=with_style), data)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 1), (4, 3)])
+def test_norms_that_no_plan_names_are_found_in_the_first_step(
+    ranks: Pools, tmp_path: Path, world: int, stage: int
+) -> None:
+    assert ranks(world).run(_forgotten, str(tmp_path), stage, True) == [""] * world
+    for told in ranks(world).run(_forgotten, str(tmp_path), stage, False):
+        assert "The gradients of 4 parameters differ between the ranks" in told
+        assert "'net.model.layers.0.self_attn.q_norm.weight'" in told
+        assert "SequenceParallel" in told
