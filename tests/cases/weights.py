@@ -317,64 +317,7 @@ for moment in MOMENTS:
     )
 
 
-class Follows(Noted):
-    """A teacher follows by small updates, which half precision would lose; `way` says where."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.automatic_optimization = way != "own step"
-
-    @torch.no_grad()
-    def follow(self) -> None:
-        for theirs, ours in zip(self.teacher.parameters(), self.head.parameters(), strict=True):
-            theirs.mul_(0.999).add_(ours, alpha=0.001)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.way == "training_step":
-            self.follow()
-        loss = super().training_step(batch, batch_idx)
-        if self.way != "own step":
-            return loss
-        self.zero_grad()
-        self.manual_backward(loss)
-        with torch.no_grad():
-            for parameter in (p for p in self.parameters() if p.requires_grad):
-                parameter -= 1e-3 * parameter.grad
-        self.follow()
-        return None
-
-    def on_train_end(self) -> None:
-        """A twentieth of what it is to move would be lost in the tolerance of weights."""
-        start = Follows(self.way)
-        for after, before in zip(
-            self.teacher.parameters(), start.teacher.parameters(), strict=True
-        ):
-            self.notes.append(float((after - before).norm()))
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        if self.way == "on_before_zero_grad":
-            self.follow()
-
-
-for way in ("training_step", "on_before_zero_grad", "own step"):
-    case(
-        "weights in hooks",
-        lambda w=way: Follows(w),
-        f"follows_in_{way.replace(' ', '_')}",
-        max_epochs=3,
-        stages=(1, 2, 3),
-        precisions=("32-true", "bf16-mixed", "bf16-mixed"),
-    )
-for moment in (
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_train_batch_end",
-):
+for moment in ("on_after_backward", "on_train_batch_end"):
     case(
         "weights in hooks",
         Noted,

@@ -15,6 +15,8 @@ from lightning_zero.plan import cut_of
 from tests.oracle.ranks import Pools
 from tests.oracle.tensor_parallel import GPT, Block, Model, assert_like_ddp, fit, parallelize
 
+pytestmark = pytest.mark.slow  # test_tensor_parallel.py has each path of the package once
+
 CUT: dict[str, Any] = {"tensor_parallel_size": 2, "min_num_params": 0}
 
 

@@ -93,7 +93,10 @@ def _fit(
 CUT: dict[str, Any] = {"stage": 3, "tensor_parallel_size": 2, "min_num_params": 0}
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    [k if k in ("Llama", "Qwen3Moe") else pytest.param(k, marks=pytest.mark.slow) for k in MODELS],
+)
 def test_split_models_have_the_numbers_of_ddp(ranks: Pools, tmp_path: Path, kind: str) -> None:
     """Two by two ranks at stage 3, and one by two at stage 1."""
     for world, stage in ((4, 3), (2, 1)):
