@@ -470,13 +470,17 @@ CASES: dict[str, tuple[Callable[[], nn.Module], How, int]] = {
         for reentrant in (False, True)
     },
 }
+SOME_RANKS = {"rank_dependent": {"stages": (1, 2)}}
+"""At stage 3 all ranks gather the same weights, in backward too."""
 for name, (make, how, steps) in CASES.items():
     loop = functools.partial(backward, make, how, steps)
+    more = SOME_RANKS.get(name, {})
     case(
         "backward",
         loop=loop,
         name=name,
         settings=({"units": "blocks"}, {"units": "leaves"}),
+        **more,
         ulps=8,
     )
 
