@@ -299,7 +299,7 @@ class OptimizerHooks:
             return method(*args, **kwargs)
 
     def _zero_grad(
-        self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
+        self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``zero_grad``; within a step, too, on the parameters of all pieces.
 
@@ -307,7 +307,7 @@ class OptimizerHooks:
         """
         drops = kwargs.get("set_to_none", args[0] if args else True)
         if not self._call.is_begun:
-            if drops and type(optimizer).zero_grad is Optimizer.zero_grad:
+            if drops and getattr(method, "__func__", None) is Optimizer.zero_grad:
                 drop(self._pieces)  # without a look at each
             return method(*args, **kwargs)
         if self.verdict.way is Way.ALL_AT_ONCE or not drops:
