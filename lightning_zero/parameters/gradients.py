@@ -304,8 +304,8 @@ class FlatGradients:
     def has_grads(self) -> list[bool]:
         """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
         return [
-            is_used or is_averaged
-            for is_used, is_averaged in zip(self.used, self.averaged, strict=True)
+            is_used or piece.grad is not None
+            for is_used, piece in zip(self.used, self.pieces, strict=True)
         ]
 
     @property
@@ -323,9 +323,9 @@ class FlatGradients:
         self._installed = weakref.ref(fresh)
         self.used = [False] * len(self.pieces)
         is_of_copy = self.reach is Reach.COPY and self.store.has_copies
+        self.averaged = [*has_grads]
         for index, piece in enumerate(self.pieces):
             if has_grads[index]:
-                self.averaged[index] = True
                 # An optimizer would make a state for a gradient without elements.
                 if piece.numel() or not piece.range.slot.numel:
                     piece.grad = fresh[piece.range.in_shard]
@@ -339,6 +339,8 @@ class FlatGradients:
 
     def abandon(self) -> None:
         """Discard gradients that arrived or were reduced but are not given to the optimizer yet."""
+        self.settle()
+        self.lent.clear()
         self.partial, self._in_flight, self.shows_own = None, [], False
         self._taken, self._taken_bytes = [], 0
         is_on_host = self.store.plan.rests_on_host
@@ -361,7 +363,8 @@ class FlatGradients:
         kept = self._shown.get(index)
         if kept is not None and (grad := kept()) is not None:
             internals.hold(grad)
-            return grad
+            if not isinstance(grad, FullGrad) or grad.is_current:
+                return grad
         with lasting_tensors():
             if self.shows_own and self.filled[index]:
                 grad = self._own(index)

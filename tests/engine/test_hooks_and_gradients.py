@@ -132,6 +132,44 @@ def test_kept_gradients_that_a_step_drops_or_only_torch_holds() -> None:
     engine.close()
 
 
+class _DropsInStep(_ZeroesInStep):
+    """Drops the gradients of what it holds, without a call of ``zero_grad``."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+
+def test_what_a_step_has_dropped_is_not_used_again() -> None:
+    model = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+    engine = Engine(model, Settings(stage=2))
+    engine.adopt(optimizer := _DropsInStep(model.parameters()))
+    x = torch.ones(2, 4)
+    (model[0](x) + model[1](x)).sum().backward()
+    type(optimizer).zero_grad(optimizer)
+    (model[0](x) + model[1](x)).sum().backward()
+    optimizer.step()
+    model[0](x).sum().backward()
+    assert model[1].bias.grad is None
+    assert model[0].bias.grad.tolist() == [2.0] * 3
+    engine.close()
+
+
+def test_an_unsent_gradient_that_was_read_is_gone_behind_a_failure() -> None:
+    model, engine = engine_with_grads()
+    with engine.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    assert model.bias.grad.tolist() == [4.0] * 3
+    batch = torch.ones(2, 4).requires_grad_()
+    batch.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch).sum().backward()
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.bias.grad.tolist() == [2.0] * 3
+    engine.close()
+
+
 def test_a_gradient_is_put_back_behind_a_backward_pass_that_failed() -> None:
     model, engine = engine_with_grads()
     kept = model.bias.grad
