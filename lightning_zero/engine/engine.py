@@ -213,6 +213,7 @@ class Engine:
             before=before,
             after=after,
             by_unit=by_unit if self.sharded.settings.steps_by_unit else None,
+            choices=self.sharded.settings.optimizer_step,
         )
         for engine in engines:
             engine.sharded.optimizers.append(optimizer)
@@ -229,7 +230,7 @@ class Engine:
         units = [[piece for piece in pieces if not piece.stays] for pieces in units]
         ledger = self.comm.transport.ledger
         if offload.optimizer != "nvme" or scratch is None:
-            return UnitStep(units, States(optimizer), ledger)
+            return UnitStep([[p for unit in units for p in unit]], States(optimizer), ledger)
         batches = batches_of(units)
         states = StateFiles(optimizer, batches, scratch, self.comm)
         pieces_of_batches = [[part.piece for part in batch] for batch in batches]

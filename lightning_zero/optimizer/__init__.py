@@ -29,15 +29,13 @@ loss_scaler     dynamic loss scaling
 """
 
 from lightning_zero.optimizer.announced import Removable, follow
-from lightning_zero.optimizer.dataflow import Way
 from lightning_zero.optimizer.hooks import OptimizerHooks
+from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.loss_scaler import LossScaler
-from lightning_zero.optimizer.optimizer_copy import bare, with_inner
 from lightning_zero.optimizer.pieces import FindPiece, owned, parameter_of
-from lightning_zero.optimizer.probe import verdict_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.second_run import end
-from lightning_zero.optimizer.shared_state import Announced
+from lightning_zero.optimizer.shared_state import Announced, bare, with_inner
 from lightning_zero.optimizer.shown import kept_states
 from lightning_zero.optimizer.staging import PiecePart, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States
@@ -55,4 +53,5 @@ from lightning_zero.optimizer.toys import (
     wraps_states,
 )
 from lightning_zero.optimizer.unit_step import UnitStep
+from lightning_zero.optimizer.verdict import verdict_of
 from lightning_zero.optimizer.whole_step import owners_of

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -14,13 +15,13 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer import pieces
 from lightning_zero.optimizer.announced import METHODS, Around, Removable
-from lightning_zero.optimizer.dataflow import Way
-from lightning_zero.optimizer.optimizer_copy import with_inner
-from lightning_zero.optimizer.probe import Verdict, verdict_of
-from lightning_zero.optimizer.second_run import SecondRun
+from lightning_zero.optimizer.known import Way
+from lightning_zero.optimizer.second_run import bring_to_rest, take_over
+from lightning_zero.optimizer.shared_state import with_inner
 from lightning_zero.optimizer.shown import Shown
-from lightning_zero.optimizer.steppers import Call, Stepper
-from lightning_zero.optimizer.unit_step import call_as
+from lightning_zero.optimizer.steppers import Stepper, stepper_of
+from lightning_zero.optimizer.unit_step import UnitStep
+from lightning_zero.optimizer.verdict import Verdict, slowest, verdict_of
 from lightning_zero.optimizer.whole_step import WholeStep
 from lightning_zero.parameters import Piece, begin_step, drop, have_new
 from lightning_zero.tensors import internals, runs_outside
@@ -69,7 +70,8 @@ class OptimizerHooks:
         changed: Called when members were added or replaced, before they are taken in.
         before: Called before the masters change, after the closure, if any.
         after: Called with the optimizer's pieces after a step.
-        by_unit: Makes the stepper if the optimizer is to be stepped unit by unit.
+        by_unit: Makes the stepper if the optimizer steps where its states rest.
+        choices: The setting ``optimizer_step``.
 
     Attributes:
         verdict: How the optimizer is stepped, and why.
@@ -89,23 +91,28 @@ class OptimizerHooks:
         changed: Callable[[], None],
         before: Callable[[], None],
         after: Callable[[list[Piece]], None],
-        by_unit: Callable[[Optimizer], Stepper] | None = None,
+        by_unit: Callable[[Optimizer], UnitStep] | None = None,
+        choices: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         internals.accept_hooks(optimizer)
-        second_run = SecondRun(optimizer, find_piece, comm)
         self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after
+        self._comm, self._choices = comm, choices
         self._stepper = by_unit(optimizer) if by_unit else Stepper(optimizer)
-        self.verdict = self._probe(optimizer)
+        self.verdict = self._judge(optimizer)
+        if isinstance(self._stepper, UnitStep) and not self.verdict.in_batches:
+            self._stepper.step_at_once()
         if self.verdict.way is not Way.BY_ELEMENT:
             self._stepper = WholeStep(optimizer, self.verdict.way, comm)
+        taken = take_over(optimizer, find_piece, self._stepper, comm)
         self._stepper.attach()
         self._shown = self._stepper.shown = Shown(optimizer, self._stepper, comm)
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
         self._call = _StepCall()
         self._point(optimizer)
-        second_run.give_to(self._stepper)
+        with self._stepper.holding_parts():
+            bring_to_rest(optimizer, taken, self._stepper)
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             # The user's hooks may read and change weights, so they run outside of the step.
@@ -136,12 +143,28 @@ class OptimizerHooks:
         internals.call_last(self._before_step, optimizer)
         return handle
 
-    def _probe(self, optimizer: Optimizer) -> Verdict:
+    def _judge(self, optimizer: Optimizer) -> Verdict:
+        """Return how the optimizer is stepped, the same on all ranks, or raise on all."""
+
         def master_of(parameter: Parameter) -> Tensor:
             piece = self._find_piece(parameter)
             return parameter if piece is None else self._stepper.stepped_as(piece)
 
-        return verdict_of(optimizer, master_of, by_unit=self._stepper.steps_before_call)
+        found: Verdict | Exception
+        try:
+            is_by_unit = isinstance(self._stepper, UnitStep)
+            with stepper_of(optimizer).holding_parts():
+                found = verdict_of(optimizer, master_of, choices=self._choices, by_unit=is_by_unit)
+        except Exception as error:
+            found = error
+        own = found if isinstance(found, Verdict) else f"{type(found).__name__}: {found}"
+        of_ranks = self._comm.control.gather_objects(own)
+        if isinstance(found, Exception):
+            raise found
+        failed = next((one for one in of_ranks if isinstance(one, str)), None)
+        if failed is not None:
+            raise ValueError(f"Another rank cannot step {type(optimizer).__name__}: {failed}")
+        return slowest(of_ranks)
 
     @property
     def notice(self) -> str | None:
@@ -171,7 +194,9 @@ class OptimizerHooks:
         self._members = pieces.held_by(optimizer)
 
     def _check_still_holds(self, optimizer: Optimizer) -> None:
-        way = self._probe(optimizer).way
+        if self.verdict.way is not Way.BY_ELEMENT:
+            return
+        way = self._judge(optimizer).way
         if way is not self.verdict.way:
             raise ValueError(
                 f"{type(optimizer).__name__} is stepped {self.verdict.way.value}, but with the"
@@ -220,8 +245,6 @@ class OptimizerHooks:
         """Return whether a step calls its base class's step, for which torch calls hooks again."""
         if closure is not None:
             return closure is self._call.closure
-        if self._stepper.steps_before_call:
-            return False  # proved not to do so
         # Not so after a step that an exception ended: torch has let go of its arguments, or, if
         # somebody keeps the traceback, gradients have arrived since.
         is_held = self._call.is_begun and self._call.is_held
@@ -236,13 +259,13 @@ class OptimizerHooks:
             self._end()
 
     @runs_outside
-    def _begin(self, optimizer: Optimizer, call: Call | None = None) -> None:
-        """Prepare for the optimizer to change masters, by ``call`` or in a step."""
+    def _begin(self, optimizer: Optimizer) -> None:
+        """Prepare for the optimizer to change masters."""
         begin_step(self._pieces, type(optimizer).__name__)
         self._before()
         self._shown.hide()
         self._call.is_begun = True
-        self._stepper.begin(call)
+        self._stepper.begin()
 
     @runs_outside
     def _end(self) -> None:
@@ -262,7 +285,7 @@ class OptimizerHooks:
             return method(*args, **kwargs)
         self._stepper.check()
         self._point(optimizer)
-        self._begin(optimizer, lambda stand_in: call_as(method, stand_in, *args, **kwargs))
+        self._begin(optimizer)
         try:
             result = method(*args, **kwargs)
         except BaseException:

@@ -1,34 +1,78 @@
-"""Optimizer classes of torch that need no proof of how they may be stepped.
+"""How an optimizer may be stepped: the three ways, and the classes for which it is known.
 
-Exact types, as a subclass may do anything.
+``examples/benchmarks/optimizer_ways.py`` verifies the table with a dataflow analysis of the
+installed packages. A class in no row is asked one question (``watch.py``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
-from lightning_zero.optimizer.optimizer_copy import bare
 
-ELEMENT_WISE = frozenset(
-    [
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    ]
-)
-"""Classes that step by element, and by unit, as a step changes nothing that parameters share."""
+class Way(Enum):
+    """The ways in which an optimizer may be stepped, by what its operations mix."""
 
-FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+    BY_ELEMENT = "by element"  # nothing: any part of a parameter alone
+    BY_PARAMETER = "by parameter"  # elements of one parameter: each parameter alone
+    ALL_AT_ONCE = "all at once"  # several parameters, or it is not known
+
+
+CHOICES = {"element": Way.BY_ELEMENT, "parameter": Way.BY_PARAMETER, "model": Way.ALL_AT_ONCE}
+"""The ways by the words of the setting ``optimizer_step``."""
+
+_TABLE: dict[str, dict[Way, str]] = {
+    "torch.optim": {
+        Way.BY_ELEMENT: "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
+        Way.BY_PARAMETER: "Adafactor Muon",
+        Way.ALL_AT_ONCE: "LBFGS SparseAdam",
+    },
+    "schedulefree": {
+        Way.BY_ELEMENT: (
+            "AdamWScheduleFree AdamWScheduleFreePaper AdamWScheduleFreeReference"
+            " RAdamScheduleFree SGDScheduleFree SGDScheduleFreeReference"
+        ),
+    },
+    "prodigyopt": {Way.ALL_AT_ONCE: "Prodigy"},
+    "torchao": {Way.BY_PARAMETER: "Adam4bit Adam8bit AdamFp8 AdamW4bit AdamW8bit AdamWFp8"},
+    "transformers": {Way.BY_PARAMETER: "Adafactor"},
+    "pytorch_optimizer": {
+        Way.BY_ELEMENT: (
+            "ADOPT APOLLO AccSGD AdEMAMix AdaBelief AdaBound AdaDelta AdaMax AdaMod AdaPNM"
+            " AdaSmooth Adam AdamC AdamG AdamW AdamWSN Adan AggMo Ano BCOS DiffGrad DualAdam"
+            " EXAdam FOCUS FTRL Fira GaLore Grams GrokFastAdamW Kate LaProp Lion MADGRAD MSVAG"
+            " NAdam PAdam PID PNM QHM RAdam RMSprop SGD SGDW SRMM ScheduleFreeAdamW"
+            " ScheduleFreeRAdam ScheduleFreeSGD SignSGD SimplifiedAdEMAMix Tiger VSGD Yogi"
+        ),
+        Way.BY_PARAMETER: (
+            "AdaFactor AdaGO AdaMuon AdaShift AdaTAM Adalite AdamP Aida Amos ApolloDQN CAME Conda"
+            " FAdam FlashAdamW MARS Muon MuonClip Nero NorMuon NovoGrad RACS ROSE Ranger SCION"
+            " SCIONLight SGDP SGDSaI SM3 SOAP SPlus ScalableShampoo Shampoo StableAdamW TAM"
+        ),
+        Way.ALL_AT_ONCE: (
+            "A2Grad ASGD AdaGC AdaHessian AdaNorm Adai AdamS Alice AliG AvaGrad DASH DAdaptAdaGrad"
+            " DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD EmoFact EmoLynx EmoNavi Fromage Gravity"
+            " Kron LARS LBFGS Lamb LoRARite Prodigy Ranger21 SPAM SWATS SaRA SophiaH SpectralSphere"
+            " StableSPAM"
+        ),
+    },
+}
+
+_COARSER_WITH: dict[str, dict[str, Way]] = {
+    "pytorch_optimizer": dict.fromkeys(
+        ("adanorm", "cautious", "stable_adamw", "use_gc"), Way.BY_PARAMETER
+    ),
+    "torchao": {"bf16_stochastic_round": Way.ALL_AT_ONCE},
+}
+"""Options of a package's classes with which they step in a coarser way."""
+
+_FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 """Classes that are stepped fused on CPUs by default.
 
 Not SGD, whose fused step there leaves most of a 16-bit parameter unchanged, and fails if some
@@ -36,6 +80,98 @@ parameters have momentum and others do not yet.
 """
 
 
-def is_known(optimizer: Any) -> bool:
-    """Return whether an optimizer is known to step by element and by unit."""
-    return type(bare(optimizer)) in ELEMENT_WISE
+def may_be_fused(optimizer: Optimizer) -> bool:
+    """Return whether a class steps by the same numbers, in one pass, with ``fused=True``."""
+    return type(optimizer) in _FUSED
+
+
+class Known(NamedTuple):
+    """A row of the table: the package's name, and how its class steps."""
+
+    package: str
+    way: Way
+
+
+def known_class(cls: type) -> Known | None:
+    """Return how a class is known to step.
+
+    A subclass that overrides nothing but its constructor steps as its base does.
+    """
+    while issubclass(cls, Optimizer):
+        for package, ways in _TABLE.items():
+            if cls.__module__ == package or cls.__module__.startswith(f"{package}."):
+                found = (way for way, names in ways.items() if cls.__name__ in names.split())
+                return next((Known(package, way) for way in found), None)
+        if len(cls.__bases__) > 1 or not _adds_nothing(cls):
+            return None
+        cls = cls.__bases__[0]
+    return None
+
+
+def _adds_nothing(cls: Any) -> bool:
+    """Return whether a class overrides nothing but its constructor."""
+    # Torch wraps the step of a class when the first instance is made, also if it is inherited.
+    own = {name for name in vars(cls) if not name.startswith("__") and name != "_abc_impl"}
+    is_wrapped = "step" in own and _unhooked(cls.step) is _unhooked(cls.__bases__[0].step)
+    own -= {"step"} if is_wrapped else set()
+    return not own and not {"__setstate__", "__getstate__", "__getattribute__"} & vars(cls).keys()
+
+
+def _unhooked(step: Any) -> Any:
+    """Return a ``step`` without torch's wrapper that calls hooks."""
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def is_patched(cls: Any) -> bool:
+    """Return whether the ``step`` of a known class was replaced, as by a mock or a profiler."""
+    known = known_class(cls)
+    if known is None:
+        return False
+    code = getattr(_unhooked(cls.step), "__code__", None)
+    module = sys.modules.get(known.package)
+    places = [str(Path(str(one.__file__)).parent) for one in (torch, module) if one is not None]
+    return code is None or not code.co_filename.startswith(tuple(places))
+
+
+def known_way(optimizer: Optimizer) -> Way | None:
+    """Return how an optimizer with these options is known to step, ``None`` if it is not."""
+    if (known := known_class(type(optimizer))) is None:
+        return None
+    options: Sequence[Mapping[str, Any]] = (vars(optimizer), *optimizer.param_groups)
+    coarser = _COARSER_WITH.get(known.package, {})
+    found = [way for name, way in coarser.items() if any(one.get(name) for one in options)]
+    return max(known.way, *found, key=list(Way).index) if found else known.way
+
+
+def may_step_in_batches(optimizer: Optimizer) -> bool:
+    """Return whether a step changes nothing that members share, so that batches are as one step."""
+    return known_class(type(optimizer)) == ("torch.optim", Way.BY_ELEMENT)
+
+
+_NUMBERS: dict[str, tuple[int, int]] = {
+    "ASGD": (1, 3), "Adadelta": (2, 1), "Adagrad": (1, 1), "Adam": (2, 1), "AdamW": (2, 1),
+    "Adamax": (2, 1), "NAdam": (2, 2), "RAdam": (2, 1), "RMSprop": (1, 1), "Rprop": (2, 1),
+    "SGD": (0, 0),
+}  # fmt: skip
+"""The tensors of a parameter's shape, and the single numbers, in the states of torch's classes."""
+
+
+def state_entries(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return a state's tensors of a parameter's shape, and its single numbers, if known."""
+    cls: type = type(optimizer)
+    if (known := known_class(cls)) is None or known.package != "torch.optim":
+        return None
+    name = next(one.__name__ for one in cls.__mro__ if one.__module__.startswith("torch.optim."))
+    if name not in _NUMBERS:
+        return None
+    of_shape, numbers = _NUMBERS[name]
+    if name in ("SGD", "RMSprop"):
+        of_shape += bool(group["momentum"]) + bool(group.get("centered"))
+    return of_shape + bool(group.get("amsgrad")), numbers
+
+
+def table() -> Iterator[tuple[str, Way, str]]:
+    """Yield the package, way and name of every class."""
+    for package, ways in _TABLE.items():
+        for way, names in ways.items():
+            yield from ((package, way, name) for name in names.split())

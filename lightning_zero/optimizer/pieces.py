@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
-from lightning_zero.optimizer.optimizer_copy import with_inner
+from lightning_zero.optimizer.shared_state import with_inner
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Slot
 from lightning_zero.tensors import internals, rewrapped

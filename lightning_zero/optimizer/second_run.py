@@ -1,120 +1,60 @@
-"""An optimizer whose run has ended: what it refuses, and how a second run goes on with its states.
-
-It holds this rank's parts only. The same ranks, with the same parts, may go on with them. Anybody
-else would step it differently on each rank, or save parts as if they were whole.
-"""
+"""An optimizer whose run has ended, in a run that continues with the parts of its states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer.announced import Around
-from lightning_zero.optimizer.optimizer_copy import with_inner
-from lightning_zero.optimizer.pieces import FindPiece, exchange, take_state
+from lightning_zero.optimizer.pieces import FindPiece, exchange, with_entries
 from lightning_zero.optimizer.shown import ENDED
 from lightning_zero.optimizer.steppers import Stepper, pieces_of, stepper_of
 from lightning_zero.parameters import Piece
 
 
 def end(optimizer: Optimizer) -> None:
-    """Make an optimizer refuse what needs the engine that owns its pieces, which has ended."""
-    stepper = stepper_of(optimizer)
-    if stepper.shown is None or not stepper.shown.pieces:
-        return
-    stepper.shown.comm = None
-    stepper.endings = [
-        optimizer.register_step_pre_hook(lambda *_: _refuse(optimizer, str)),
-        *(
-            Around(holder, name, _refuse, optimizer)
-            for holder in with_inner(optimizer)
-            for name in ("train", "eval", "state_dict", "__getstate__")
-        ),
-    ]
+    """Let an optimizer refuse what needs the engine that owns its pieces, which has ended."""
+    if (shown := stepper_of(optimizer).shown) is not None and shown.pieces:
+        shown.comm = None
 
 
-def _refuse(optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
-    shown = stepper_of(optimizer).shown
-    if shown is not None and shown.is_lent:  # to be saved by all ranks
-        return method(*args)
-    raise RuntimeError(ENDED.format(kind=type(optimizer).__name__))
-
-
-class SecondRun:
-    """The parts that an optimizer may have from a run that has ended, to go on in this one.
-
-    Args:
-        optimizer: The user's optimizer.
-        find_piece: Returns this run's piece of a parameter.
-        comm: The ranks.
+def take_over(
+    optimizer: Optimizer, find_piece: FindPiece, stepper: Stepper, comm: Communicator
+) -> Sequence[Piece]:
+    """Point an optimizer at this run's pieces if it holds those of another run; return them.
 
     Raises:
-        ValueError: This run's pieces are not those of the run that has ended, on any rank.
-        RuntimeError: That run ended within a step.
+        ValueError: On any rank, its parts or the way in which it steps are not those of this run.
     """
-
-    def __init__(self, optimizer: Optimizer, find_piece: FindPiece, comm: Communicator) -> None:
-        self._optimizer, self._comm = optimizer, comm
-        self._before = stepper_of(optimizer)
-        pairs = [(piece, find_piece(piece.parameter)) for piece in pieces_of(optimizer)]
-        self._old = [old for old, new in pairs if old is not new]
-        self._new = [new for old, new in pairs if old is not new and new is not None]
-        if self._old:
-            self._before.check()
-            self._agree(list(map(_part, self._old)) == list(map(_part, self._new)))
-            assert self._before.shown is not None
-            self._before.shown.hide()
-            exchange(optimizer, self._old, self._new)
-
-    def give_to(self, stepper: Stepper) -> None:
-        """Bring the states to where they rest in this run, if it steps them as the other one."""
-        if not self._old:
-            return
-        before, pairs = self._before, zip(self._old, self._new, strict=True)
-        is_alike = before.way is stepper.way and all(
-            before.keeps_state_of(old) == stepper.keeps_state_of(new) for old, new in pairs
-        )
-        try:
-            self._agree(is_alike)
-        except ValueError:
-            assert stepper.shown is not None
-            assert before.shown is not None
-            stepper.shown.hide()
-            exchange(self._optimizer, self._new, self._old)
-            before.attach()
-            before.shown.show()
-            raise
-        for handle in before.endings:
-            handle.remove()
-
-        def kept(state: Any, piece: Piece) -> dict[str, Any]:
-            return stepper.kept(_on(stepper.stepped_as(piece).device, state), piece)
-
-        moved = dict(zip(self._new, self._new, strict=True))
-        with stepper.holding_parts():
-            take_state(self._optimizer, moved, kept)
-
-    def _agree(self, is_alike: bool) -> None:
-        if not all(self._comm.control.gather_objects(is_alike)):
-            raise ValueError(ENDED.format(kind=type(self._optimizer).__name__))
+    before = stepper_of(optimizer)
+    pairs = [(old, find_piece(old.parameter)) for old in pieces_of(optimizer)]
+    pairs = [(old, new) for old, new in pairs if old is not new]
+    is_alike = before.way is stepper.way and all(_part(old) == _part(new) for old, new in pairs)
+    if pairs and not all(comm.control.gather_objects(is_alike)):
+        raise ValueError(ENDED.format(kind=type(optimizer).__name__))
+    new = [piece for _, piece in pairs if piece is not None]
+    if new and before.shown is not None:
+        before.check()
+        before.shown.hide()
+        exchange(optimizer, [old for old, _ in pairs], new)
+    return new
 
 
-def _on(device: torch.device, state: Any) -> Any:
-    """Return a state on the device: a Trainer moved all but ``step`` to the host in the end."""
+def bring_to_rest(optimizer: Optimizer, pieces: Sequence[Piece], stepper: Stepper) -> None:
+    """Bring states of another run, moved to the host when it ended, to where they rest in this."""
+    for piece in pieces:
+        device = stepper.stepped_as(piece).device
 
-    def moved(value: Any) -> Any:
-        return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+        def moved(key: str, value: Any, device: torch.device = device) -> Any:
+            return value.to(device) if isinstance(value, Tensor) and key != "step" else value
 
-    if not isinstance(state, Mapping):
-        return moved(state)
-    return {key: value if key == "step" else moved(value) for key, value in state.items()}
+        if isinstance(state := optimizer.state.get(piece), Mapping):
+            optimizer.state[piece] = stepper.kept(with_entries(state, moved), piece)
 
 
-def _part(piece: Piece) -> Any:
-    return id(piece.parameter), piece.range.start, piece.range.stop, piece.dtype
+def _part(piece: Piece | None) -> Any:
+    return None if piece is None else (piece.range.start, piece.range.stop, piece.dtype)

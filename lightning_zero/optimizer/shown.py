@@ -23,9 +23,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.optimizer.optimizer_copy import with_inner
 from lightning_zero.optimizer.pieces import cut_state, owned, put_members, take_state
-from lightning_zero.optimizer.shared_state import OfOptimizer, is_equal
+from lightning_zero.optimizer.shared_state import OfOptimizer, is_equal, with_inner
 from lightning_zero.optimizer.whole_state import Keeper, gather_state
 from lightning_zero.parameters import Piece
 

@@ -248,6 +248,8 @@ class StateFiles(States):
             state.update(with_entries(state, partial(self._kept_in_file, part, stand_in)))
             if state and part.is_cut and part.is_last:
                 states[part.piece].update(state)
+        if not self._lent:
+            self._bring_to_rest()  # what was stepped in place
         self._lent = []
         self._staging.flush()
 

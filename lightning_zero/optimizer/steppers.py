@@ -11,7 +11,7 @@ stepper         steps                             states on each rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,16 +19,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.optimizer.announced import Removable
-from lightning_zero.optimizer.dataflow import Way
-from lightning_zero.optimizer.optimizer_copy import bare
+from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import FindPiece, cut_state, held_by, owned
-from lightning_zero.optimizer.shared_state import OfOptimizer
+from lightning_zero.optimizer.shared_state import OfOptimizer, bare
 from lightning_zero.optimizer.shown import Shown
 from lightning_zero.parameters import Piece
-
-Call = Callable[[Any], Any]
-"""A step of an optimizer, or another call of it that concerns all of its members."""
 
 
 class Stepper(OfOptimizer):
@@ -40,14 +35,12 @@ class Stepper(OfOptimizer):
         steps_before_call: Whether it steps members before the user's own call of ``step``, and so
             after all pre-hooks.
         shown: What the optimizer shows between steps; ``None`` if it belongs to no engine.
-        endings: What its optimizer refuses once the run has ended; remove them to go on.
     """
 
     way = Way.BY_ELEMENT
     is_torn = False
     steps_before_call = False
     shown: Shown | None = None
-    endings: Sequence[Removable] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -110,11 +103,8 @@ class Stepper(OfOptimizer):
         """Return what a closure's loss is to the optimizer."""
         return loss
 
-    def begin(self, call: Call | None = None) -> None:
-        """Prepare for the user's own call on what is then in the param groups.
-
-        ``call`` does the same to a stand-in of the optimizer; by default it is a step.
-        """
+    def begin(self) -> None:
+        """Prepare for the user's own call on what is then in the param groups."""
 
     def end(self) -> None:
         """Take in what that call has stepped."""

@@ -1,26 +1,239 @@
-"""Steps of a lone toy parameter, which show what an optimizer keeps for a parameter."""
+"""Copies of optimizers that own toy parameters, and the sizes of states that these show."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
 import math
-from collections.abc import Mapping, Sequence
+import random
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.optimizer.optimizer_copy import bare, copy_of, stepping_toys
+from lightning_zero.optimizer.known import state_entries
 from lightning_zero.optimizer.pieces import parameter_of
+from lightning_zero.optimizer.shared_state import OfOptimizer, bare, options_of
 from lightning_zero.optimizer.steppers import members, stepper_of
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import bytes_held, is_wrapper
+from lightning_zero.tensors import bytes_held, internals, is_wrapper
+
+Toys = Mapping[int, Sequence[tuple[Parameter, Parameter]]]
+"""Toys by the index of their param group, each with the parameter that it stands for."""
+
+
+class CannotCopy(Exception):
+    """The optimizer holds something that a copy cannot have."""
+
+
+@contextlib.contextmanager
+def stepping_toys(toys: Iterable[Tensor]) -> Iterator[None]:
+    """Enter a context for steps of toys, which no code but the optimizer's notices.
+
+    All generators, those of the toys' devices too, continue as if nothing had been drawn. What the
+    optimizer compiles runs as written, and hooks on the steps of all optimizers are not called.
+    """
+    devices = {toy.device for toy in toys if toy.device.type not in ("cpu", "meta")}
+    drawn, numpy = random.getstate(), sys.modules.get("numpy")
+    drawn_by_numpy = None if numpy is None else numpy.random.get_state()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for kind in {device.type for device in devices}:
+            own = [device for device in devices if device.type == kind]
+            stack.enter_context(torch.random.fork_rng(own, device_type=kind))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(internals.without_hooks_of_all_steps())
+        try:
+            yield
+        finally:
+            random.setstate(drawn)
+            if numpy is not None:
+                numpy.random.set_state(drawn_by_numpy)
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def copy_of(optimizer: Any, toys: Toys) -> Optimizer:
+    """Return a copy of ``optimizer`` that owns toys, with the param groups that have some.
+
+    Its attributes are copied. No method of the optimizer is called, nor its constructor, whose
+    arguments are not known.
+
+    Raises:
+        CannotCopy: It holds a module, or tensors outside of its state and groups, for example.
+    """
+    original = bare(optimizer)
+    _check(original)
+    groups = original.param_groups
+    memo: dict[Any, Any] = {}
+    for index, group in enumerate(groups):
+        pairs = toys.get(index) or next(iter(toys.values()))
+        memo.update({id(parameter): pairs[0][1] for parameter in group["params"]})
+    # The first toy of a parameter is what all that refers to the parameter gets.
+    pairs = [pair for each in toys.values() for pair in each]
+    memo.update({id(parameter): toy for parameter, toy in reversed(pairs)})
+    made = type(original).__new__(type(original))
+    memo[id(original)] = made
+    try:
+        memo[id(groups)] = [_copy_group(groups[index], toys[index], memo) for index in toys]
+        for name, value in vars(original).items():
+            if _holds_hooks(name):
+                vars(made)[name] = OrderedDict()
+            elif name == "state":
+                vars(made)[name] = _copy_states(value, pairs, memo)
+            elif not _is_ours(original, name):
+                vars(made)[name] = copy.deepcopy(value, memo)
+    except CannotCopy:
+        raise
+    except Exception as error:  # whatever its attributes raise
+        raise CannotCopy(f"cannot be copied ({error})") from error
+    return made
+
+
+def _check(optimizer: Optimizer) -> None:
+    numbers = {id(parameter_of(p)) for group in optimizer.param_groups for p in group["params"]}
+    for one in held_by_attributes(optimizer):
+        if isinstance(one, Optimizer):
+            raise CannotCopy("steps another optimizer inside it")
+        if isinstance(one, nn.Module):
+            raise CannotCopy("holds a module")
+        if isinstance(one, Parameter):
+            raise CannotCopy("refers to parameters outside of its param groups")
+        if isinstance(one, Tensor) and one.numel() > 1:
+            raise CannotCopy("keeps tensors outside of its states")
+        if isinstance(one, int) and one in numbers:
+            raise CannotCopy("knows parameters by their id()")
+
+
+def held_by_attributes(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield what an optimizer holds, other than in its groups and states.
+
+    Tensors, modules, numbers and other optimizers, also those in objects, closures and generators
+    that its attributes refer to.
+    """
+    own = [optimizer, optimizer.state, optimizer.param_groups, *optimizer.param_groups]
+    own += [group["params"] for group in optimizer.param_groups]
+    seen = {id(one): one for one in own}
+    found = [value for name, value in vars(optimizer).items() if not _is_ours(optimizer, name)]
+    found += [group[key] for group in optimizer.param_groups for key in options_of(group)]
+    while found:
+        one = found.pop()
+        if id(one) in seen or isinstance(one, _OPAQUE):
+            continue
+        seen[id(one)] = one  # alive, so that no other object has its id
+        if isinstance(one, (Tensor, nn.Module, int, Optimizer)):
+            yield one
+        elif isinstance(one, FunctionType):
+            found += [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+        elif isinstance(one, GeneratorType):
+            found += one.gi_frame.f_locals.values() if one.gi_frame else ()
+        else:
+            found += gc.get_referents(one)
+
+
+_OPAQUE = (type, ModuleType, CodeType, FrameType)
+
+
+def _is_ours(optimizer: Optimizer, name: str) -> bool:
+    """Return whether an attribute is not the optimizer's own: hooks, or a method's stand-in.
+
+    A copy must not have the ``step`` that a scheduler or a user has put on the object: it would
+    step the user's optimizer.
+    """
+    value = vars(optimizer)[name]
+    is_method = callable(value) and hasattr(type(optimizer), name)
+    return is_method or isinstance(value, OfOptimizer) or _holds_hooks(name)
+
+
+def _holds_hooks(name: str) -> bool:
+    return name.startswith("_optimizer_") and name.endswith("_hooks")
+
+
+def _copy_group(
+    group: Mapping[str, Any], pairs: Sequence[tuple[Parameter, Parameter]], memo: dict[Any, Any]
+) -> dict[str, Any]:
+    own = [toy for _, toy in pairs]
+    copied = {key: copy.deepcopy(value, memo) for key, value in options_of(group).items()}
+    if all(toy.device.type == "cpu" for toy in own) and copied.get("capturable"):
+        # On a host torch refuses `capturable`, and without it `foreach` with a learning rate in a
+        # tensor.
+        copied.update(capturable=False, foreach=False)
+    if "param_names" in group:
+        copied["param_names"] = [str(index) for index in range(len(own))]
+    memo[id(group)] = copied
+    copied["params"] = own
+    return copied
+
+
+def _copy_states(
+    states: Mapping[Any, Any], pairs: Sequence[tuple[Parameter, Parameter]], memo: dict[Any, Any]
+) -> defaultdict[Any, Any]:
+    """Return the states made so far, each toy's from the parameter that it stands for."""
+    copied: defaultdict[Any, Any] = defaultdict(dict)
+    for key, entries in states.items():
+        if not isinstance(key, Tensor):
+            copied[key] = copy.deepcopy(entries, memo)
+    for parameter, toy in pairs:
+        entries = states.get(parameter)
+        if isinstance(entries, Mapping):
+            # A memo each, as toys share no entries; torch keeps copied storages in `memo["torch"]`.
+            entry = partial(
+                _toy_entry, parameter, toy, {**memo, "torch": {**memo.get("torch", {})}}
+            )
+            copied[toy] = {key: tree_map(partial(entry, key), one) for key, one in entries.items()}
+    return copied
+
+
+def _toy_entry(parameter: Tensor, toy: Tensor, memo: dict[Any, Any], name: str, value: Any) -> Any:
+    is_number = (
+        isinstance(value, Tensor) and not value.dim() and (parameter.dim() or name == "step")
+    )
+    if not isinstance(value, Tensor) or is_number:
+        return copy.deepcopy(value, memo)
+    if is_wrapper(value) or value.shape != parameter.shape:
+        raise CannotCopy("already has a state whose shape is not that of its parameter")
+    if value.numel() and value.device.type != "meta":
+        dtype = toy.dtype if value.dtype is parameter.dtype else value.dtype
+        number = value.detach().reshape(-1)[:1].to(toy.device, dtype)
+        return number.expand(toy.numel()).reshape(toy.shape).clone()
+    return torch.zeros(toy.shape, dtype=value.dtype, device=toy.device)
+
+
+# -- sizes of states -------------------------------------------------------------------------------
+
+
+class StateBytes(NamedTuple):
+    """Bytes of an optimizer's state, per element of a parameter and per parameter."""
+
+    per_element: int
+    per_parameter: int
+
+    def of(self, numel: int) -> int:
+        """Return the bytes for a piece of ``numel`` elements; empty ones are never stepped."""
+        return self.per_element * numel + self.per_parameter if numel else 0
+
+    def num_entries(self, dtype: torch.dtype) -> int:
+        """Return how many tensors of ``dtype`` hold the numbers per element."""
+        return -(-self.per_element // dtype.itemsize)
 
 
 def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:
-    """Return the size of a parameter's state, found by stepping a toy parameter in ``group``."""
+    """Return the size of a parameter's state: torch's by a table, others' by stepping a toy."""
+    if (entries := state_entries(bare(optimizer), group)) is not None:
+        per_element, numbers = entries
+        return StateBytes(
+            per_element * dtype.itemsize, numbers * torch.get_default_dtype().itemsize
+        )
     toy = Parameter(torch.zeros(_TOY_NUMEL, dtype=dtype))
     tensors = _tensors_of(optimizer, group, toy)
     per_element = sum(value.element_size() for value in tensors if value.shape == toy.shape)
@@ -35,6 +248,8 @@ def whole_state_bytes(
     Raises:
         ValueError: Only the optimizer's real steps can tell.
     """
+    if state_entries(bare(optimizer), group) is not None:
+        return state_bytes(optimizer, group, dtype).of(math.prod(shape))
     try:
         meta = Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
         return sum(bytes_held(value) for value in _tensors_of(optimizer, group, meta))
@@ -74,49 +289,19 @@ def wraps_states(optimizer: Optimizer) -> bool:
 
 
 def _tensors_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:
-    number = next(n for n, other in enumerate(bare(optimizer).param_groups) if other is group)
-    state = _state_of(optimizer, number, toy)
-    return [value for value in tree_leaves(state) if isinstance(value, Tensor)]
-
-
-def _state_of(optimizer: Optimizer, number: int, toy: Parameter) -> dict[str, Any]:
-    """Return the state of ``toy`` after two steps in the param group of index ``number``."""
-    copied = _copy_of_group(optimizer, number, toy)
+    """Return the tensors in the state of ``toy`` after two steps of a copy in the group."""
+    original = bare(optimizer)
+    number = next(n for n, other in enumerate(original.param_groups) if other is group)
+    with stepper_of(original).holding_parts():
+        stands_for = next(iter(original.param_groups[number]["params"]), toy)
+        copied: Any = copy_of(original, {number: [(stands_for, toy)]})
     toy.grad = torch.ones_like(toy)
-    _let_train(copied)
-    with stepping_toys():
+    if callable(train := getattr(copied, "train", None)):
+        train()  # without which some optimizers do not step
+    with stepping_toys([toy]):
         for _ in range(2):
             copied.step()
-    return dict(copied.state[toy])
-
-
-def _let_train(optimizer: Optimizer) -> None:
-    """Call ``train()``, without which some optimizers do not step."""
-    if callable(train := getattr(optimizer, "train", None)):
-        train()
-
-
-def _copy_of_group(optimizer: Optimizer, number: int, toy: Parameter) -> Optimizer:
-    """Return a copy of ``optimizer`` with one param group, which holds only ``toy``."""
-    optimizer = bare(optimizer)
-    with stepper_of(optimizer).holding_parts():
-        stand_ins = [{own: [toy] for own in group["params"]} for group in optimizer.param_groups]
-        return copy_of(optimizer, stand_ins, [number])
-
-
-class StateBytes(NamedTuple):
-    """Bytes of an optimizer's state, per element of a parameter and per parameter."""
-
-    per_element: int
-    per_parameter: int
-
-    def of(self, numel: int) -> int:
-        """Return the bytes for a piece of ``numel`` elements; empty ones are never stepped."""
-        return self.per_element * numel + self.per_parameter if numel else 0
-
-    def num_entries(self, dtype: torch.dtype) -> int:
-        """Return how many tensors of ``dtype`` hold the numbers per element."""
-        return -(-self.per_element // dtype.itemsize)
+    return [leaf for leaf in tree_leaves(dict(copied.state[toy])) if isinstance(leaf, Tensor)]
 
 
 _TOY_NUMEL = 24

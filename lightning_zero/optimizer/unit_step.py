@@ -1,16 +1,14 @@
-"""Steps of an optimizer unit by unit, for offload and stochastic rounding.
+"""Steps of an optimizer where its states rest, for offload and stochastic rounding.
 
-A batch is a unit or a part of a large one. Before the user's own call of ``step`` goes through the
-param groups, a stand-in of the optimizer steps all batches but the last, one after the other; the
-call itself steps the last one, with groups narrowed to it. Hooks, schedulers, counters and the
-closure see one step::
+The user's own call of ``step`` steps all members. Classes of torch, whose steps change nothing that
+members share, also step in batches, a unit or a part of a large one each. Before the user's call
+goes through the param groups, a stand-in of the optimizer steps all batches but the last, one after
+the other; the call itself steps the last one, with groups narrowed to it. Hooks, schedulers,
+counters and the closure see one step::
 
     pre-hook    others | batch 0 | batch 1 | ...   the stand-in's groups hold one batch's members
     step        last batch                         the optimizer's own groups do
     post-hook                                      they hold all members again
-
-Each batch begins with the options of groups, and everything else that the optimizer keeps for all
-members, as the closure left them; what the last batch leaves is kept (``shared_state.py``).
 
 The others are members in no batch: those that stay on a device, which steps them while the host
 goes on, and those that belong to no engine.
@@ -24,10 +22,8 @@ nothing may be stepped or saved any more.
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
-from types import MethodType
 from typing import Any
 
 import torch
@@ -37,11 +33,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Ledger
-from lightning_zero.optimizer.known import FUSED, is_known
+from lightning_zero.optimizer.known import may_be_fused
 from lightning_zero.optimizer.pieces import FindPiece
-from lightning_zero.optimizer.shared_state import SharedState, shared_of
 from lightning_zero.optimizer.states import States
-from lightning_zero.optimizer.steppers import Call, Stepper
+from lightning_zero.optimizer.steppers import Stepper
 from lightning_zero.parameters import Piece
 
 _OTHERS = -1
@@ -54,18 +49,18 @@ _NOT_BY_FUSED_SGD = frozenset([torch.bfloat16, torch.float16])
 
 
 class UnitStep(Stepper):
-    """Steps an optimizer unit by unit.
+    """Steps an optimizer where its states rest.
 
     Args:
-        batches: The pieces that are stepped together, one batch after the other. A piece in several
-            batches is stepped part by part.
-        states: The states of an optimizer that may be stepped unit by unit.
+        batches: The pieces that may be stepped together, one batch after the other. A piece in
+            several batches is stepped part by part.
+        states: The states of the optimizer.
         ledger: Counts the time of steps on the host; ``None`` for steps on the device.
 
     Attributes:
         states: The optimizer's states.
-        step: The ``step`` of the optimizer's class, without hooks.
-        is_torn: ``True`` during a step, and for good after one that ended half-way.
+        is_torn: ``True`` during a step of several batches, and for good after one that ended
+            half-way.
     """
 
     steps_before_call = True
@@ -84,23 +79,29 @@ class UnitStep(Stepper):
         for number, batch in enumerate(batches):
             for piece in batch:
                 self._numbers.setdefault(id(piece), []).append(number)
-        self._under_way: _UnderWay | None = None
-        # Torch wraps the step of a class to call the hooks; unwrap it.
-        kind = type(self.optimizer)
-        self.step: Call = getattr(kind.step, "__wrapped__", kind.step)
+        self._to_fuse: list[int] = []
+        # What the groups hold apart from a step.
+        self._members: Groups | None = None
+        self._names: dict[int, str] = {}
+
+    def step_at_once(self) -> None:
+        """Step all members in the user's own call: batches may not give the same numbers."""
+        self._numbers.clear()
 
     def _groups_to_fuse(self) -> list[int]:
-        """Return the groups to step fused: those that can be and are not set otherwise.
+        """Return the groups to step fused on the CPU: those that can be and are not set otherwise.
 
         That is one pass over their memory; torch's default on a CPU makes one per operation.
         """
         optimizer, found = self.optimizer, []
-        groups = optimizer.param_groups if type(optimizer) in FUSED else ()
+        groups = optimizer.param_groups if may_be_fused(optimizer) else ()
         for index, group in enumerate(groups):
             is_unset = group.get("fused") is None and group.get("foreach") is None
             # Not every fused step takes a learning rate in a tensor, and none complex numbers.
             can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
-            if is_unset and can_be and all(map(torch.is_floating_point, group["params"])):
+            stepped = [self.stepped_as(p) for p in group["params"] if id(p) in self._numbers]
+            is_on_cpu = all(one.device.type == "cpu" for one in stepped)
+            if is_unset and can_be and is_on_cpu and all(map(torch.is_floating_point, stepped)):
                 found.append(index)
         return found
 
@@ -119,14 +120,10 @@ class UnitStep(Stepper):
         Raises:
             ValueError: Torch would step some of them wrongly on the host.
         """
-        self._require_right_steps()
-        self.states.take(pieces)
-
-    def _require_right_steps(self) -> None:
         optimizer = self.optimizer
         for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-            pieces = (one for one in group["params"] if isinstance(one, Piece))
-            stepped = map(self.stepped_as, pieces)
+            own = (one for one in group["params"] if isinstance(one, Piece))
+            stepped = map(self.stepped_as, own)
             on_host = {one.dtype for one in stepped if one.device.type == "cpu"}
             if group.get("fused") and on_host & _NOT_BY_FUSED_SGD:
                 raise ValueError(
@@ -134,6 +131,7 @@ class UnitStep(Stepper):
                     " leaves most of a 16-bit parameter unchanged. Remove fused=True, or train in"
                     " mixed precision."
                 )
+        self.states.take(pieces)
 
     @override
     def kept(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
@@ -152,58 +150,44 @@ class UnitStep(Stepper):
 
     @override
     def abandon(self) -> None:
-        if self._under_way is not None:
-            self._under_way.restore(self.optimizer)
-            self._under_way = None
+        if self._members is not None:
+            self._restore()
             with contextlib.suppress(OSError):  # already raised by the step
                 self.states.close()
         super().abandon()
 
     @override
-    def begin(self, call: Call | None = None) -> None:
+    @torch.no_grad()
+    def begin(self) -> None:
         """Step all batches but the last, and leave that one to the call under way."""
         self._begin = perf_counter()
-        batches = self._cut()
+        optimizer, batches = self.optimizer, self._cut()
         # Not torn yet: if memory is lacking, the step may be tried again.
         self.states.open([*batches])
-        step = _UnderWay(self.optimizer, self._groups_to_fuse())
-        self._under_way, self.is_torn = step, True
-        *others, last = batches.items()
-        for number, members in others:
-            self._step_batch(step, number, members, call or self.step)
-        self._fetch(step, self.optimizer, *last)
+        self._to_fuse = self._groups_to_fuse()
+        groups = optimizer.param_groups
+        self._members, self.is_torn = [[*group["params"]] for group in groups], len(batches) > 1
+        named = (zip(g["params"], g.get("param_names", ()), strict=False) for g in groups)
+        self._names = {id(member): name for pairs in named for member, name in pairs}
+        stand_in = _stand_in(optimizer)
+        # Torch wraps the step of a class to call the hooks; unwrap it.
+        step: Callable[[Any], Any] = type(optimizer).step
+        step = getattr(step, "__wrapped__", step)
+        *others, (last, members) = batches.items()
+        for number, some in others:
+            self._fetch(stand_in, number, some)
+            step(stand_in)
+            self.states.flush()
+        self._fetch(optimizer, last, members)
 
-    @override
-    def end(self) -> None:
-        """End the step of the last batch, and restore the param groups."""
-        assert self._under_way is not None
-        self.states.flush()
-        self.states.close()
-        self._under_way.restore(self.optimizer)
-        self._under_way = None
-        self.is_torn = False
-        if self._ledger is not None:
-            self._ledger.spend("stepping", perf_counter() - self._begin)
-
-    @override
-    @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        assert self._under_way is not None
-        with self._under_way.restored(self.optimizer):
-            yield
-
-    @torch.no_grad()
-    def _step_batch(self, step: _UnderWay, number: int, members: Groups, call: Call) -> None:
-        self._fetch(step, step.stand_in, number, members)
-        shared = step.shared_state
-        with contextlib.nullcontext() if shared is None else shared.lent_to(step.stand_in):
-            call(step.stand_in)
-        self.states.flush()
-
-    def _fetch(self, step: _UnderWay, who: Optimizer, number: int, members: Groups) -> None:
+    def _fetch(self, who: Optimizer, number: int, members: Groups) -> None:
         """Narrow ``who`` to a batch, fused where it may be, and fetch the states."""
-        step.narrow(who, members, fuses=number != _OTHERS)
-        _move_counts(who)
+        self._narrow(who, members, fuses=number != _OTHERS)
+        for group in who.param_groups:  # counts from a checkpoint may not be where fused steps run
+            for member in group["params"] if group.get("fused") else ():
+                count = who.state.get(member, {}).get("step")
+                if isinstance(count, Tensor) and count.device != member.device:
+                    who.state[member]["step"] = count.to(member.device, torch.float32)
         self.states.fetch(number, who.param_groups)
 
     def _cut(self) -> dict[int, Groups]:
@@ -216,42 +200,7 @@ class UnitStep(Stepper):
                     batches.setdefault(number, [[] for _ in groups])[index].append(member)
         return dict(sorted(batches.items())) or {_OTHERS: [[] for _ in groups]}
 
-    @override
-    def describe(self, reason: str) -> str:
-        name = type(self.optimizer).__name__
-        unset = " Units are stepped with fused=True, as neither fused nor foreach is set."
-        fused = unset if self._groups_to_fuse() else ""
-        return f"{name} steps unit by unit; its states rest in {self.states.place}.{fused}"
-
-
-class _UnderWay:
-    """A step of all batches that is under way.
-
-    Args:
-        optimizer: The user's optimizer.
-        to_fuse: The groups whose batches are stepped fused.
-
-    Attributes:
-        stand_in: Steps all batches but the last. It has the optimizer's options and states, and
-            groups of its own.
-        shared_state: What the optimizer keeps for all members; ``None`` if no step changes it.
-    """
-
-    def __init__(self, optimizer: Optimizer, to_fuse: list[int]) -> None:
-        self.shared_state = None if is_known(optimizer) else SharedState(optimizer)
-        self._to_fuse = to_fuse
-        groups = optimizer.param_groups
-        self._members = [[*group["params"]] for group in groups]
-        named = (zip(g["params"], g.get("param_names", ()), strict=False) for g in groups)
-        self._names = {id(member): name for pairs in named for member, name in pairs}
-        self.stand_in: Optimizer = object.__new__(type(optimizer))
-        self.stand_in.__dict__.update(shared_of(optimizer)[0], state=optimizer.state)
-        self.stand_in.param_groups = [{**group, "params": []} for group in groups]
-        for group in self.stand_in.param_groups:
-            if "param_names" in group:
-                group["param_names"] = []
-
-    def narrow(self, who: Optimizer, members: Groups, *, fuses: bool) -> None:
+    def _narrow(self, who: Optimizer, members: Groups, *, fuses: bool) -> None:
         """Make the param groups of ``who`` hold only these members."""
         for group, some in zip(who.param_groups, members, strict=False):  # a group may be new
             group["params"][:] = some
@@ -260,41 +209,37 @@ class _UnderWay:
         for index in self._to_fuse:
             who.param_groups[index]["fused"] = fuses or None
 
-    def restore(self, optimizer: Optimizer) -> None:
-        """Restore the user's param groups."""
-        self.narrow(optimizer, self._members, fuses=False)
+    def _restore(self) -> None:
+        members, self._members = self._members, None
+        assert members is not None
+        self._narrow(self.optimizer, members, fuses=False)
 
-    @contextlib.contextmanager
-    def restored(self, optimizer: Optimizer) -> Iterator[None]:
-        """Enter a context with the user's param groups."""
-        groups = optimizer.param_groups
-        members = [[*group["params"]] for group in groups]
-        fuses = any(groups[index].get("fused") for index in self._to_fuse)
-        self.restore(optimizer)
-        try:
-            yield
-        finally:
-            self.narrow(optimizer, members, fuses=fuses)
+    @override
+    def end(self) -> None:
+        """End the step of the last batch, and restore the param groups."""
+        self.states.flush()
+        self.states.close()
+        self._restore()
+        self.is_torn = False
+        if self._ledger is not None:
+            self._ledger.spend("stepping", perf_counter() - self._begin)
 
-
-def call_as(method: Callable[..., Any], stand_in: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Call an optimizer's bound method on a stand-in of it.
-
-    Raises:
-        TypeError: It is no method but a function that was put on the user's own optimizer.
-    """
-    if not isinstance(method, MethodType):
-        raise TypeError(
-            f"{method} replaces a method of one {type(stand_in).__name__}, which cannot be called"
-            " unit by unit. Override the method in a subclass."
-        )
-    return method.__func__(stand_in, *args, **kwargs)
+    @override
+    def describe(self, reason: str) -> str:
+        name = type(self.optimizer).__name__
+        unset = " It is stepped with fused=True, as neither fused nor foreach is set."
+        fused = unset if self._groups_to_fuse() else ""
+        return f"{name} steps by element; its states rest in {self.states.place}.{fused}"
 
 
-def _move_counts(optimizer: Optimizer) -> None:
-    """Move step counts to where fused steps run; those from a checkpoint may be elsewhere."""
-    fused = (group["params"] for group in optimizer.param_groups if group.get("fused"))
-    for member in itertools.chain.from_iterable(fused):
-        count = optimizer.state.get(member, {}).get("step")
-        if isinstance(count, Tensor) and count.device != member.device:
-            optimizer.state[member]["step"] = count.to(member.device, torch.float32)
+def _stand_in(optimizer: Optimizer) -> Optimizer:
+    """Return an object with the optimizer's options and states, and groups of its own."""
+    made: Optimizer = object.__new__(type(optimizer))
+    # Not what is put in the place of its methods.
+    own = {k: v for k, v in vars(optimizer).items() if not hasattr(type(optimizer), k)}
+    vars(made).update(own)
+    made.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    for group in made.param_groups:
+        if "param_names" in group:
+            group["param_names"] = []
+    return made

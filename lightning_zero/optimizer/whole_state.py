@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer.dataflow import Way
+from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import is_of_elements, owned
 from lightning_zero.parameters import Piece
 

@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Axis, Communicator, SyncPoint
-from lightning_zero.optimizer.dataflow import Way
-from lightning_zero.optimizer.optimizer_copy import with_inner
+from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import exchange, is_of_torch, owned
+from lightning_zero.optimizer.shared_state import with_inner
 from lightning_zero.optimizer.shown import Parts
-from lightning_zero.optimizer.steppers import Call, Stepper
+from lightning_zero.optimizer.steppers import Stepper
 from lightning_zero.parameters import Lent, Piece, drop
 from lightning_zero.plan import cut_of
 from lightning_zero.tensors import lasting_tensors
@@ -205,19 +205,36 @@ class WholeStep(Stepper):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        with self.holding_parts(), self.whole_members():
+        # An optimizer may write values of parameters into a format of its own.
+        with self.holding_parts(), self._holding([w.piece.parameter for w in self._all_here]):
             return super().state_dict()
 
     @override
     @contextlib.contextmanager
     def whole_members(self) -> Iterator[None]:
-        wholes = list(self._wholes.values()) if self.way is Way.ALL_AT_ONCE else []
-        pieces, stand_ins = [w.piece for w in wholes], [w.stand_in for w in wholes]
-        exchange(self.optimizer, pieces, stand_ins)
+        with self._holding([w.stand_in for w in self._all_here]):
+            yield
+
+    @property
+    def _all_here(self) -> list[Whole]:
+        return list(self._wholes.values()) if self.way is Way.ALL_AT_ONCE else []
+
+    @contextlib.contextmanager
+    def _holding(self, others: Sequence[Parameter]) -> Iterator[None]:
+        """Enter a context in which other parameters are in the place of all pieces."""
+        pieces = [whole.piece for whole in self._all_here]
+        self._free_names()
+        exchange(self.optimizer, pieces, others)
         try:
             yield
         finally:
-            exchange(self.optimizer, stand_ins, pieces)
+            exchange(self.optimizer, others, pieces)
+
+    def _free_names(self) -> None:
+        """Let states be keyed by parameters, until they are shown."""
+        for holder in with_inner(self.optimizer):
+            if self.way is Way.ALL_AT_ONCE and isinstance(holder.state, Parts):
+                holder.state.names = {}
 
     @override
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
@@ -241,7 +258,7 @@ class WholeStep(Stepper):
         return mean.to(loss) if isinstance(loss, Tensor) else mean.item()
 
     @override
-    def begin(self, call: Call | None = None) -> None:
+    def begin(self) -> None:
         """Put whole parameters into the param groups; a collective."""
         wholes = list(self._wholes.values())
         have_grads = bytes([whole.piece.grad is not None for whole in wholes])
@@ -251,9 +268,7 @@ class WholeStep(Stepper):
         with lasting_tensors(), torch.no_grad():
             self._bring_to_owners(wholes)
         self._is_begun = True
-        for holder in with_inner(self.optimizer):
-            if self.way is Way.ALL_AT_ONCE and isinstance(holder.state, Parts):
-                holder.state.names = {}  # it is keyed by the parameters until states are shown
+        self._free_names()
         exchange(self.optimizer, [w.piece for w in wholes], [w.parameter for w in wholes])
 
     def _bring_to_owners(self, wholes: Sequence[Whole]) -> None:
@@ -352,8 +367,9 @@ class WholeStep(Stepper):
         )
         return (
             f"{name} {reason}, so it steps all at once: every rank gathers all masters and"
-            f" gradients for a step, {2 * nbytes:,} bytes, and keeps the whole optimizer state, as"
-            " under DDP."
+            f" gradients for a step, with messages {4 * nbytes:,} bytes, and keeps the whole"
+            " optimizer state, as under DDP. If it can step each parameter alone, set"
+            f' optimizer_step={{"{name}": "parameter"}}.'
         )
 
 

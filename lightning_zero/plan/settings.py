@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class Settings:
     tensor_parallel_size: int | str = 1
     gather_bits: int | None = None
     reduce_bits: int | None = None
+    optimizer_step: Mapping[str, str] = field(default_factory=dict)
     stochastic_rounding: bool = False
     offload: Offload | None = None
     offload_path: str = "."
@@ -96,6 +97,7 @@ class Settings:
         offload_weights: str | None = None,
         offload_path: str | Path | None = None,
         reduce_dtype: torch.dtype | str | None = None,
+        optimizer_step: Mapping[str, str] | None = None,
         **others: Any,
     ) -> Settings:
         """Return the settings that arguments of ``ZeROStrategy`` ask for."""
@@ -118,6 +120,7 @@ class Settings:
             offload=offload,
             offload_path="" if offload_path is None else str(offload_path),
             reduce_dtype=as_dtype(reduce_dtype),
+            optimizer_step={} if optimizer_step is None else optimizer_step,
             **others,
         )
 
@@ -140,6 +143,7 @@ class Settings:
                 f" got {self.cast_weights!r}."
             )
         self._check_bits()
+        self._check_optimizer_step()
         for name, word in ("shard", "all"), ("tensor_parallel_size", 1):
             value = getattr(self, name)
             is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -199,6 +203,20 @@ class Settings:
                 f"reduce_dtype={self.reduce_dtype} contradicts reduce_bits={self.reduce_bits},"
                 " which encodes gradients and sums them in fp32. Remove one of them."
             )
+
+    def _check_optimizer_step(self) -> None:
+        chosen = self.optimizer_step
+        if not isinstance(chosen, Mapping) or not all(isinstance(name, str) for name in chosen):
+            raise ValueError(
+                "Expected optimizer_step to map names of optimizer classes to 'element',"
+                f" 'parameter' or 'model', got {chosen!r}."
+            )
+        for name, word in chosen.items():
+            if word not in ("element", "parameter", "model"):
+                raise ValueError(
+                    f"Expected optimizer_step[{name!r}] to be 'element', 'parameter' or 'model',"
+                    f" got {word!r}."
+                )
 
     @property
     def steps_by_unit(self) -> bool:

@@ -51,6 +51,5 @@ from lightning_zero.tensors.wrapped import (
     can_wrap,
     is_wrapper,
     rewrapped,
-    unwrapped,
     wrapper_of,
 )

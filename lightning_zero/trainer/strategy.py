@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -81,6 +81,10 @@ class ZeROStrategy(SavingStrategy):
             consecutive ranks, or ``"node"``. Everything is sharded over the data-parallel ranks.
         gather_bits: Send weights in ``8`` bits (qwZ of *ZeRO++*); masters keep full precision.
         reduce_bits: Send gradients in ``8`` bits (qgZ): stochastic rounding, fp32 sums.
+        optimizer_step: How optimizers step, by the name of their class: ``"element"`` if any part
+            of a parameter may be stepped alone, ``"parameter"`` if whole parameters may, or
+            ``"model"``, all at once. Nothing checks it. By default known classes step as in a
+            table, and others by element if a trial shows that they may, else all at once.
         stochastic_rounding: Under ``bf16-true``, step bf16 weights and states in fp32, one unit at
             a time, and round the results stochastically, so that small updates are not lost.
         offload_optimizer: Keep masters and optimizer states in the memory of the accelerator's host
@@ -128,6 +132,7 @@ class ZeROStrategy(SavingStrategy):
         tensor_parallel_size: int | Literal["node"] = 1,
         gather_bits: Literal[8] | None = None,
         reduce_bits: Literal[8] | None = None,
+        optimizer_step: Mapping[str, str] | None = None,
         stochastic_rounding: bool = False,
         offload_optimizer: Literal["cpu", "nvme"] | None = None,
         offload_weights: Literal["cpu", "nvme"] | None = None,

@@ -53,6 +53,7 @@ def test_arguments_are_frozen() -> None:
         "tensor_parallel_size",
         "gather_bits",
         "reduce_bits",
+        "optimizer_step",
         "stochastic_rounding",
         "offload_optimizer",
         "offload_weights",

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.optimizer import kept_states
-from lightning_zero.optimizer.second_run import SecondRun
+from lightning_zero.optimizer import hooks, kept_states
 from lightning_zero.parameters import put_values
 from lightning_zero.tensors import internals, properties
 from tests.oracle.models import MODELS
@@ -94,16 +93,16 @@ def test_other_values_of_any_shape_and_device() -> None:
 
 def test_states_of_an_earlier_run_go_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that ends moves them to the host, as DDP does; the meta device is the other one."""
-    case, given = MODELS["nested"], SecondRun.give_to
+    case, given = MODELS["nested"], hooks.bring_to_rest
     model = case.build()
     optimizer = adamw(model)
 
-    def give_to(run: SecondRun, stepper: Any) -> None:
+    def bring(optimizer: Any, pieces: Any, stepper: Any) -> None:
         with monkeypatch.context() as on_device:
             on_device.setattr(type(stepper), "stepped_as", lambda _, piece: piece.to("meta"))
-            given(run, stepper)
+            given(optimizer, pieces, stepper)
 
-    monkeypatch.setattr(SecondRun, "give_to", give_to)
+    monkeypatch.setattr(hooks, "bring_to_rest", bring)
     engine = shard(model)
     engine.adopt(optimizer)
     case.loss(model, case.batch(4, 0)).backward()

@@ -21,7 +21,7 @@ from lightning_zero.optimizer import clip, staging
 from lightning_zero.optimizer.shared_state import shared_of
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.mapped import is_in_file
-from tests.oracle.own_optimizers import BY_UNIT, Evaluating, Nested, Own, SelfCounting
+from tests.oracle.own_optimizers import OWN, Evaluating, Nested, Own, SelfCounting
 from tests.oracle.ranks import Pools
 
 
@@ -107,7 +107,7 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
 def compare_all(folder: str) -> None:
     with mock.patch.object(staging, "_BATCH_BYTES", 1):
         world = dist.get_world_size()
-        for number, cls in enumerate([*BY_UNIT, pytorch_optimizer.AggMo]):
+        for number, cls in enumerate([*OWN, pytorch_optimizer.AggMo]):
             if world != (2, 1)[number % 2]:
                 continue
             stage = (3, 2, 1)[(number + world) % 3]

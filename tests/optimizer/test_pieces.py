@@ -350,6 +350,7 @@ def look_at_objects() -> None:
     assert sum(sizes) <= shards
     engine.close()
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    parameters[0].grad = torch.ones_like(parameters[0])
     with pytest.raises(RuntimeError, match="run that has ended"):
         optimizer.step()
     other = shard(build(Stack), stage=3)

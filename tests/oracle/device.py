@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lightning_zero.comm import collectives, process_groups
 from lightning_zero.optimizer import UnitStep
-from lightning_zero.optimizer.operations import leaves_of
+from lightning_zero.optimizer.watch import leaves_of
 from lightning_zero.plan import Offload
 from lightning_zero.tensors import (
     HostCopies,

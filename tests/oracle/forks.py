@@ -106,7 +106,7 @@ def share_servers() -> None:
 
 @functools.cache
 def _new_folder() -> str:
-    """Make a folder for the addresses of servers that this process starts, and for proofs."""
+    """Make a folder for the addresses of servers that this process starts."""
     folder = tempfile.mkdtemp(prefix="servers-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

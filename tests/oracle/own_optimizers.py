@@ -1,10 +1,8 @@
-"""Optimizers as users write them: some may be stepped unit by unit, others step otherwise so."""
+"""Element-wise optimizers as users write them."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,9 +42,6 @@ class Own(Optimizer):
 
     def finish(self) -> None:
         """Do what is done last."""
-
-
-# -- by unit ---------------------------------------------------------------------------------------
 
 
 class GroupCounting(Own):
@@ -146,10 +141,7 @@ class Evaluating(Swapping):
         self.eval()
 
 
-BY_UNIT: list[type[Own]] = [GroupCounting, SelfCounting, Nested, Evaluating, Swapping]
-
-
-# -- otherwise by unit -----------------------------------------------------------------------------
+OWN: list[type[Own]] = [GroupCounting, SelfCounting, Nested, Evaluating, Swapping]
 
 
 class ByNumber(Own):
@@ -157,191 +149,3 @@ class ByNumber(Own):
 
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         p.add_(grad, alpha=-group["lr"] / len(group["params"]))
-
-
-class Drawing(Own):
-    """Decays by a number that is drawn once per step."""
-
-    def begin(self) -> None:
-        self.decay = random.random()
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        p.mul_(1 - 0.01 * self.decay).add_(grad, alpha=-group["lr"])
-
-
-class OwnDrawing(Own):
-    """Draws from a generator of its own, which nobody else sees."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.random = random.Random(0)
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        p.add_(grad, alpha=-group["lr"] * self.random.random())
-
-
-class ByNorm(Own):
-    """Divides by the norm of all gradients."""
-
-    def begin(self) -> None:
-        grads = [p.grad for group in self.param_groups for p in group["params"]]
-        self.norm = torch.nn.utils.get_total_norm([g for g in grads if g is not None])
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        p.add_(grad / self.norm, alpha=-group["lr"])
-
-
-class CountingParameters(Own):
-    """Counts the parameters that it has stepped, and does nothing by it yet."""
-
-    num_stepped = 0
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        self.num_stepped += 1
-        super().update(p, grad, group)
-
-
-class CountingIfAny(Own):
-    """Counts the steps of groups in which any parameter has a gradient."""
-
-    def begin(self) -> None:
-        for group in self.param_groups:
-            if any(p.grad is not None for p in group["params"]):
-                group["step"] = group.get("step", 0) + 1
-
-
-class CountingIfNotEmpty(Own):
-    """Counts the steps of groups that have parameters."""
-
-    def begin(self) -> None:
-        for group in self.param_groups:
-            if group["params"]:
-                group["step"] = group.get("step", 0) + 1
-
-
-class ByPlace(Own):
-    """Has a rate for each parameter, by its place."""
-
-    def __init__(self, params: Any) -> None:
-        params = list(params)
-        super().__init__(params, scales=[1.0] * (len(params) - 1) + [0.5])
-
-    def begin(self) -> None:
-        for group in self.param_groups:
-            for p, scale in zip(group["params"], group["scales"], strict=False):
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * scale)
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        pass
-
-
-class TakingTheFirst(Own):
-    """Asks the first parameter of each group for its device."""
-
-    def begin(self) -> None:
-        for group in self.param_groups:
-            group["device"] = str(group["params"][0].device)
-
-
-class BeforeTheClosure(Own):
-    """Decays before the closure has run."""
-
-    def prepare(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.mul_(0.99)
-
-
-class CountingEarly(Own):
-    """Counts its steps before the closure has run, which may look at that."""
-
-    k = 0
-
-    def prepare(self) -> None:
-        self.k += 1
-
-
-class Clearing(Own):
-    """Drops the gradients that it has stepped by."""
-
-    def finish(self) -> None:
-        self.zero_grad()
-
-
-class Zeroing(Own):
-    """Lets the gradients that it has stepped by be zero."""
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        super().update(p, grad, group)
-        grad.zero_()
-
-
-class Replacing(Own):
-    """Has a method of its own in each object."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.update = super().update  # type: ignore[method-assign]
-
-
-@dataclass
-class Schedule:
-    """Something whose changes nobody sees."""
-
-    number: int = 0
-
-
-class Scheduled(Own):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.schedule = Schedule()
-
-
-class Tabulated(Own):
-    """Has a table of its own for a parameter, which a file may take for a piece's numbers."""
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        self.state[p].setdefault("table", torch.zeros(10))
-        super().update(p, grad, group)
-
-
-class Sized(Own):
-    """Notes the size of a parameter."""
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        self.state[p]["size"] = p.numel()
-        super().update(p, grad, group)
-
-
-class Inheriting(torch.optim.SGD):
-    """Counts around the step of its base class, in which hooks run once more."""
-
-    k = 0
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = super().step(closure)
-        self.k += 1
-        return loss
-
-
-NOT_BY_UNIT: dict[type[Any], str] = {
-    ByNumber: "when others are stepped before or after it",
-    Drawing: "draws random numbers",
-    OwnDrawing: "keeps a Random as its attribute 'random'",
-    ByNorm: "combines values of several parameters",
-    CountingParameters: "changes its attribute 'num_stepped' depending on the parameters it steps",
-    CountingIfAny: "changes option 'step' depending on the parameters it steps",
-    CountingIfNotEmpty: "changes option 'step' depending on the parameters it steps",
-    ByPlace: "option 'scales', a list with one entry per parameter",
-    TakingTheFirst: "fails to step a toy parameter .IndexError.*when only some",
-    BeforeTheClosure: "touches parameters before calling its closure",
-    CountingEarly: "changes its attribute 'k' before calling its closure",
-    Clearing: "clears gradients in its step",
-    Zeroing: "clears gradients in its step",
-    Replacing: "has its own 'update' instead of its class's",
-    Scheduled: "keeps a Schedule as its attribute 'schedule'",
-    Tabulated: "keeps 'table' in a state in a shape other than",
-    Inheriting: "calls the step of a base class",
-    Sized: "keeps different numbers for a part of a parameter",
-}

@@ -18,7 +18,6 @@ What a rank function may count on:
   launchers set (RANK, LOCAL_RANK, WORLD_SIZE, ...) are set, so a Lightning Trainer works too;
 - every call begins with the same seeds on all ranks, the default dtype, a clean `os.environ` and
   the repository's root as its folder;
-- an optimizer like one that it or a rank of its seed has seen is not proved anew (proofs.py);
 - `assert` explains itself and the project's warning filters hold, as in the test process.
 
 What goes wrong on any rank becomes one `RankError` that shows each rank: its traceback, or where
@@ -56,7 +55,6 @@ import torch
 import torch.distributed as dist
 
 from tests.oracle.forks import ROOT, Process, Server, server, session_folder, without_pytest
-from tests.oracle.proofs import keep_proofs
 
 START_SECONDS = 240.0
 MEET_SECONDS = 120.0
@@ -319,9 +317,6 @@ def be_rank(
     stacks = _stack_file(folder, index).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     torch.set_num_threads(1)
-    proofs = shared / f"proofs-{index % 2}"  # neighbours, with other seeds, prove the same
-    proofs.mkdir(exist_ok=True)
-    keep_proofs(proofs)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=_NEVER)
     # pytest around the loop gives its assertion messages and the project's warning filters

@@ -178,7 +178,11 @@ def trained(cls: Any, folder: str) -> None:
     torch.compiler.reset()  # a function may be compiled for few sizes and classes
     half, whole = fit(cls, "ddp", folder, 2), fit(cls, "ddp", folder, 4)
     for stage in (3, 1 + KINDS.index(cls) % 2):
-        strategy = lambda: ZeROStrategy(stage, min_num_params=0)  # noqa: B023, E731
+        strategy = lambda: ZeROStrategy(  # noqa: E731
+            stage,  # noqa: B023
+            min_num_params=0,
+            optimizer_step={cls.__name__: "parameter"},
+        )
         assert_equal(fit(cls, strategy(), folder, 4), whole)
         assert_equal(fit(cls, strategy(), folder, 2), half)
         assert_equal(fit(cls, strategy(), folder, 4, f"{folder}/saved.ckpt")[:1], whole[:1])
@@ -225,7 +229,7 @@ def test_a_load_that_fails_maps_no_devices_later(tmp_path: Path) -> None:
 def test_what_is_found() -> None:
     small, large = ([nn.Parameter(torch.randn(n, n))] for n in (8, 128))
     ways = {cls: verdict_of(cls(small)) for cls in (*KINDS, LargeWrapped)}
-    assert [verdict.way for verdict in ways.values()] == [*[Way.BY_PARAMETER] * 3, Way.BY_ELEMENT]
+    assert [verdict.way for verdict in ways.values()] == [*[Way.ALL_AT_ONCE] * 3, Way.BY_ELEMENT]
     assert ways[Compiled].reason.startswith("compiles its step at ")
     assert "keeps values in tensors of the class InBytes" in ways[Wrapped].reason
-    assert verdict_of(LargeWrapped(large)).way is Way.BY_PARAMETER
+    assert verdict_of(LargeWrapped(large)).way is Way.ALL_AT_ONCE

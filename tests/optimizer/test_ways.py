@@ -1,0 +1,460 @@
+"""How optimizers are stepped: by the setting, by the table, or by what a trial of toys shows."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import prodigyopt
+import pytest
+import pytorch_optimizer
+import schedulefree
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero import ZeROStrategy
+from lightning_zero.fabric import ZeROStrategy as FabricStrategy
+from lightning_zero.optimizer import (
+    States,
+    UnitStep,
+    Way,
+    state_bytes,
+    verdict_of,
+    whole_state_bytes,
+)
+from lightning_zero.optimizer.known import known_class, known_way
+from lightning_zero.optimizer.toys import stepping_toys
+from lightning_zero.optimizer.watch import reason_against_elements
+from tests.oracle.own_optimizers import OWN, Own
+from tests.oracle.ranks import Pools
+from tests.oracle.sharded import shard
+
+
+def mixed() -> list[nn.Parameter]:
+    """Parameters of several shapes."""
+    return [nn.Parameter(torch.randn(shape)) for shape in [(8, 6), (8,), (4, 2, 3, 3), ()]]
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def of_package(package: Any) -> list[type[Optimizer]]:
+    found = (one for one in vars(package).values() if inspect.isclass(one))
+    return [one for one in found if issubclass(one, Optimizer) and one is not Optimizer]
+
+
+ELEMENT_WISE = [cls for cls in of_package(torch.optim) if known_class(cls).way is Way.BY_ELEMENT]  # type: ignore[union-attr]
+
+
+def test_every_optimizer_of_torch_is_known() -> None:
+    assert len(ELEMENT_WISE) == 11
+    assert known_class(transformers.Adafactor).way is Way.BY_PARAMETER  # type: ignore[union-attr]
+
+
+# Torch's Rprop writes by a mask.
+KERNELS = [
+    (cls, is_it) for cls in ELEMENT_WISE if cls is not torch.optim.Rprop for is_it in (False, True)
+]
+
+
+@pytest.mark.parametrize(("cls", "foreach"), KERNELS)
+def test_the_trial_says_the_same_of_torchs(cls: Any, foreach: bool) -> None:
+    optimizer = cls(mixed(), lr=0.01, foreach=foreach)
+    assert reason_against_elements(optimizer, lambda p: p) == ("", True)
+
+
+@pytest.mark.parametrize("cls", ELEMENT_WISE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_of_torchs_have_the_sizes_of_the_table(cls: Any, dtype: torch.dtype) -> None:
+    """Nothing is stepped to learn them."""
+    option_sets: list[dict[str, Any]] = [{}]
+    known = inspect.signature(cls).parameters
+    for name in ("momentum", "centered", "amsgrad"):
+        if name in known:
+            option_sets += [
+                {**one, name: 0.5 if name == "momentum" else True} for one in option_sets
+            ]
+    for options in option_sets:
+        p = nn.Parameter(torch.ones(24, dtype=dtype))
+        optimizer = cls([p], lr=0.01, **options)
+        with mock.patch.object(cls, "step", side_effect=AssertionError):
+            predicted = state_bytes(optimizer, optimizer.param_groups[0], dtype)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        entries = [one for one in optimizer.state[p].values() if isinstance(one, Tensor)]
+        assert predicted.of(24) == sum(one.nbytes for one in entries), options
+
+
+def test_a_subclass_with_a_constructor_of_its_own_is_known() -> None:
+    class Mine(torch.optim.AdamW):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=0.1)
+
+    class Clipping(Mine):
+        def step(self, closure: Any = None) -> Any:
+            nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+            return super().step(closure)
+
+    assert known_way(Mine(mixed())) is Way.BY_ELEMENT
+    assert known_way(Clipping(mixed())) is None
+    assert verdict_of(Clipping(mixed())).way is Way.ALL_AT_ONCE
+    assert known_way(type("AdamW", (Own,), {})(mixed())) is None  # of another package
+
+
+@pytest.mark.parametrize("option", ["adanorm", "cautious", "stable_adamw"])
+def test_options_change_the_way(option: str) -> None:
+    optimizer = pytorch_optimizer.ADOPT(mixed(), **{option: True})
+    assert verdict_of(optimizer).way is Way.BY_PARAMETER
+    assert verdict_of(pytorch_optimizer.ADOPT(mixed())) == (Way.BY_ELEMENT, "", True, False)
+
+
+OF_PACKAGES: dict[str, tuple[Any, Way]] = {
+    "prodigyopt": (prodigyopt.Prodigy, Way.ALL_AT_ONCE),
+    "schedulefree": (schedulefree.AdamWScheduleFree, Way.BY_ELEMENT),
+    "closures first": (schedulefree.SGDScheduleFreeClosure, Way.BY_ELEMENT),
+    "a wrapper": (lambda p: pytorch_optimizer.Lookahead(torch.optim.AdamW(p)), Way.ALL_AT_ONCE),
+    "two passes": (
+        lambda p: pytorch_optimizer.SAM(p, base_optimizer=torch.optim.SGD, lr=0.1),
+        Way.ALL_AT_ONCE,
+    ),
+    "muon": (lambda p: torch.optim.Muon(p[:1]), Way.BY_PARAMETER),
+    "soap": (pytorch_optimizer.SOAP, Way.BY_PARAMETER),
+    "lamb": (pytorch_optimizer.Lamb, Way.ALL_AT_ONCE),
+}
+
+
+@pytest.mark.parametrize("name", OF_PACKAGES)
+def test_other_packages(name: str) -> None:
+    make, way = OF_PACKAGES[name]
+    found = verdict_of(make(mixed()))
+    assert found.way is way, found.reason
+    assert found.waits_for_closure == (name not in ("closures first", "a wrapper", "two passes"))
+
+
+def test_steps_are_fused_on_cpus_only() -> None:
+    """On a device torch's default is another kernel, and not every class has a fused one."""
+    for device, fused in (("meta", None), ("cpu", True)):
+        parameter = nn.Parameter(torch.ones(3, device=device))
+        optimizer = torch.optim.Adagrad([parameter])
+        pieces: Any = [[parameter]]
+        unit_step = UnitStep(pieces, States(optimizer))
+        unit_step.begin()
+        assert optimizer.param_groups[0]["fused"] is fused
+        unit_step.end()
+        assert optimizer.param_groups[0]["fused"] is None
+
+
+# -- the setting -----------------------------------------------------------------------------------
+
+
+def test_the_setting_decides() -> None:
+    optimizer = Normalizing(mixed())
+    assert verdict_of(optimizer).way is Way.ALL_AT_ONCE
+    for name in ("Normalizing", f"{Normalizing.__module__}.Normalizing"):
+        found = verdict_of(optimizer, choices={name: "parameter"})
+        assert (found.way, found.in_batches) == (Way.BY_PARAMETER, False)
+    around = pytorch_optimizer.Lookahead(torch.optim.AdamW(mixed()))
+    with pytest.raises(ValueError, match="Lookahead steps another optimizer inside it"):
+        verdict_of(around, choices={"Lookahead": "element"})
+
+
+@pytest.mark.parametrize("strategy", [ZeROStrategy, FabricStrategy])
+def test_the_setting_is_validated(strategy: Any) -> None:
+    assert strategy(optimizer_step={"Mine": "parameter"}).settings.optimizer_step
+    with pytest.raises(
+        ValueError, match=r"optimizer_step\['Mine'\] to be 'element', .* got 'rows'"
+    ):
+        strategy(optimizer_step={"Mine": "rows"})
+    with pytest.raises(ValueError, match="Expected optimizer_step to map names"):
+        strategy(optimizer_step="parameter")
+
+
+# -- those that try to hide ------------------------------------------------------------------------
+
+
+class Stepped(Optimizer):
+    """Calls :meth:`update` for each parameter with a gradient."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+        self.kept: Any = None
+        self.number = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.number += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, group["lr"])
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        p.add_(grad, alpha=-lr)
+
+
+class Normalizing(Stepped):
+    """Divides by the norm of a gradient."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        p -= lr * grad / grad.norm()
+
+
+class Remembering(Stepped):
+    """Keeps the last parameter's gradient for the next one."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        if self.kept is not None and self.kept.shape == grad.shape:
+            p.add_(self.kept, alpha=-lr)
+        self.kept = grad.clone()
+
+
+class Counting(Stepped):
+    """Is element-wise until its hundredth step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.param_groups[0]["step"] = 0
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        group = self.param_groups[0]
+        group["step"] += 1
+        if group["step"] % 100 == 0:
+            grad = grad - grad.mean()
+        p.add_(grad, alpha=-lr)
+
+
+class DecayingMatrices(Stepped):
+    """Asks for a shape."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        p.mul_(1 - lr if p.ndim > 1 else 1.0).add_(grad, alpha=-lr)
+
+
+class ByRows(Stepped):
+    """Has a rate by the number of elements."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        p.add_(grad, alpha=-lr / p.numel())
+
+
+class Triangular(Stepped):
+    """Treats elements differently, but mixes none."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        mask = torch.arange(p.numel()).view(p.shape) % 2
+        p.sub_(grad * mask, alpha=lr)
+
+
+class Listing(Stepped):
+    """Reads values by a way that is no operation."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        first = grad.reshape(-1).tolist()[0]
+        p.sub_(torch.full_like(p, first), alpha=lr)
+
+
+class Arrays(Stepped):
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        p.sub_(float(grad.numpy().sum()), alpha=lr)
+
+
+class Rolling(Stepped):
+    """Draws from a generator that is not torch's."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        p.sub_(grad, alpha=lr * random.random())
+
+
+class Exchanging(Stepped):
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        p.data = p.data - lr * grad
+
+
+class Blind(Stepped):
+    """Has parameters that it does not tell of."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.all = lambda: self.param_groups[0]["params"]
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        for other in self.all():
+            other.sub_(lr)
+
+
+class Twice(Stepped):
+    def step(self, closure: Any = None) -> None:
+        closure()
+        closure()
+
+
+class Inventive(Stepped):
+    """Uses an operation of its own."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        torch.ops.mkldnn._is_mkldnn_acl_supported()
+        p.sub_(grad, alpha=lr)
+
+
+class Asking(Stepped):
+    """Decides by a value of the parameter, and scales by another."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        p.sub_(grad.sign() if grad.norm() > 1 else grad, alpha=lr * (1 + p.norm().item()))
+
+
+class Stopping(Stepped):
+    """Steps nothing more when it comes to a gradient of zeros, which toys have together."""
+
+    def step(self, closure: Any = None) -> None:
+        closure()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                if p.grad.any():
+                    p.data.sub_(p.grad, alpha=0.1)
+                else:
+                    break
+
+
+HIDING: dict[Any, str] = {
+    Asking: "mixes the elements",
+    Stopping: "mixes the elements of a parameter",
+    Normalizing: "mixes the elements",
+    Remembering: "combines values",
+    Counting: "mean",
+    DecayingMatrices: "differently from the whole",
+    ByRows: "differently from the whole",
+    Triangular: "treats elements differently",
+    Listing: "reshapes or broadcasts",
+    Arrays: "on the host (numpy",
+    Rolling: "draws random numbers",
+    Exchanging: "replaces the data",
+    Blind: "outside of its param groups",
+    Twice: "closure more than once",
+    Inventive: "cannot be traced",
+}
+
+
+@pytest.mark.parametrize("cls", HIDING, ids=lambda cls: cls.__name__)
+def test_the_trial_is_not_fooled(cls: Any) -> None:
+    found = verdict_of(cls(mixed()))
+    assert found.way is Way.ALL_AT_ONCE
+    assert HIDING[cls] in found.reason
+    assert verdict_of(Stepped(mixed())).way is Way.BY_ELEMENT
+
+
+@pytest.mark.parametrize("cls", OWN, ids=lambda cls: cls.__name__)
+def test_users_own(cls: type[Own]) -> None:
+    verdict = verdict_of(cls(mixed()))
+    assert (verdict.way, verdict.in_batches) == (Way.BY_ELEMENT, False), verdict.reason
+
+
+def test_groups_count() -> None:
+    class Ours(Stepped):
+        def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+            norm = [
+                group["norm"] for group in self.param_groups if any(p is q for q in group["params"])
+            ]
+            p.sub_(grad / grad.norm() if norm[0] else grad, alpha=lr)
+
+    for norm, way in ((False, Way.BY_ELEMENT), (True, Way.ALL_AT_ONCE)):
+        groups = [{"params": mixed(), "norm": False}, {"params": mixed(), "norm": norm}]
+        assert verdict_of(Ours(groups)).way is way
+
+
+def test_one_that_has_states_is_tried_with_them() -> None:
+    for cls in OWN:
+        groups = [{"params": mixed()}]
+        optimizer: Any = cls(groups)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        for p in groups[0]["params"]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert verdict_of(optimizer).way is Way.BY_ELEMENT, cls
+
+
+# -- the user's own object -------------------------------------------------------------------------
+
+
+class Drawing(Stepped):
+    """Draws by every generator."""
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        p.sub_(grad, alpha=lr * random.random() * float(np.random.rand()) * torch.rand(()).item())
+
+
+def test_the_optimizer_and_all_generators_are_left_alone() -> None:
+    for cls in (Stepped, Drawing):
+        params = mixed()
+        optimizer = cls(params)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+        called = mock.Mock(side_effect=AssertionError)
+        optimizer.register_step_pre_hook(called)
+        optimizer.step = called  # type: ignore[method-assign]
+        before = [p.detach().clone() for p in params]
+        drawn = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
+        verdict_of(optimizer)
+        assert all(map(torch.equal, params, before))
+        assert torch.equal(torch.get_rng_state(), drawn[0])
+        assert (random.getstate(), str(np.random.get_state())) == drawn[1:]
+        assert optimizer.state == {}
+        assert scheduler.last_epoch == 0
+        called.assert_not_called()
+
+
+def test_generators_of_devices_are_left_alone() -> None:
+    """Those of the devices on which toys are stepped."""
+    device = mock.Mock(device=torch.device("cuda", 1))
+    with mock.patch("torch.random.fork_rng") as fork, stepping_toys([device]):
+        pass
+    assert [call.args for call in fork.call_args_list] == [(), ([torch.device("cuda", 1)],)]
+    assert fork.call_args.kwargs == {"device_type": "cuda"}
+
+
+@pytest.mark.parametrize("replacement", [mock.Mock(side_effect=AssertionError), lambda *_: 1 / 0])
+def test_a_class_whose_step_was_replaced_is_not_tried(replacement: Any) -> None:
+    optimizer = torch.optim.AdamW(mixed())
+    with mock.patch.object(torch.optim.AdamW, "step", replacement):
+        assert verdict_of(optimizer).way is Way.ALL_AT_ONCE
+        assert whole_state_bytes(optimizer, optimizer.param_groups[0], (3, 2), torch.float32) == 52
+
+
+# -- all ranks -------------------------------------------------------------------------------------
+
+
+class FailingOnOne(Stepped):
+    """Runs out of memory, or raises, on one rank."""
+
+    def __init__(self, params: Any, rank: int) -> None:
+        super().__init__(params)
+        self.rank = rank
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        if self.rank == 1 and p.numel() not in (8, 64):
+            raise MemoryError
+        super().update(p, grad, lr)
+
+
+def way_with_one_failing() -> tuple[Any, str]:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    engine = shard(model, stage=3)
+    optimizer = FailingOnOne(model.parameters(), engine.comm.control.rank)
+    notice = engine.adopt(optimizer)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    engine.close()
+    return [p.tolist() for p in model.parameters()], notice or ""
+
+
+def test_ranks_agree_if_the_trial_fails_on_one(ranks: Pools) -> None:
+    (first, notice), (second, _) = ranks(2).run(way_with_one_failing)
+    assert first == second
+    assert "fails to step a toy parameter (MemoryError: )" in notice
+    assert 'optimizer_step={"FailingOnOne": "parameter"}' in notice
