@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import is_of_elements, owned
 from lightning_zero.parameters import Piece
+from lightning_zero.tensors import rewrapped
 
 
 class Keeper(Protocol):
@@ -43,17 +45,50 @@ def gather_state(own: Any, piece: Piece, keeper: Keeper, comm: Communicator) -> 
     mine = own if keeper.keeps_state_of(piece) else None
     if keeper.way is Way.ALL_AT_ONCE:
         return owned(mine)
+    if keeper.is_whole:
+        return _from_owner(mine, piece, comm)
     start, stop = piece.range.start, piece.range.stop
     sent = tree_map_only(Tensor, lambda value: value.detach().cpu(), mine)
     of_ranks = comm.control.gather_objects(_OfRank(start, stop, sent))
-    axis = comm.mesh.model if keeper.is_whole else comm.mesh.shard
-    of_copy = [of_ranks[rank] for rank in axis.ranks]
+    of_copy = [of_ranks[rank] for rank in comm.mesh.shard.ranks]
     held = [one for one in of_copy if one.state is not None]
     if not held:
         return None
-    if keeper.is_whole or not isinstance(held[0].state, Mapping):
+    if not isinstance(held[0].state, Mapping):
         return owned(held[0].state if mine is None else mine)
     return _assembled(held, held[0] if mine is None else _OfRank(start, stop, mine), piece)
+
+
+def _from_owner(mine: Any, piece: Piece, comm: Communicator) -> Any:
+    """Return a copy of the state that one rank of each copy has; a collective.
+
+    Tensors are brought one at a time: each rank holds no more than the state, and one of them.
+    """
+    control, sends = comm.control, mine is not None and comm.is_in_first_copy
+    inside: list[Tensor] = []  # of tensors that wrap others, what they wrap
+
+    def noted(tensor: Tensor) -> Tensor:
+        inside.append(tensor.detach())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    form = tree_map_only(Tensor, partial(rewrapped, change=noted), mine) if sends else None
+    devices = [tensor.device.type for tensor in inside]
+    found = [one for one in control.gather_objects((form, devices) if sends else None) if one]
+    if not found:
+        return None
+    form, devices = found[0]
+    values, kinds = iter(inside), iter(devices)
+
+    def brought(like: Tensor) -> Tensor:
+        own, kind = next(values, None), next(kinds)
+        buffer = torch.zeros(like.nbytes, dtype=torch.uint8, device=comm.device)
+        if own is not None and like.nbytes:
+            buffer.copy_(own.reshape(-1).contiguous().view(torch.uint8))
+        control.sum(buffer, "an exchange of values")
+        value = buffer.view(like.dtype).reshape(like.shape)
+        return value.to("cpu" if kind == "cpu" else piece.parameter.device)
+
+    return tree_map_only(Tensor, partial(rewrapped, change=brought), form)
 
 
 class _OfRank(NamedTuple):

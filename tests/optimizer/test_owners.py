@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import prodigyopt
 import pytest
@@ -14,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm import Control
 from lightning_zero.optimizer import Way, members, stepper_of
 from tests.oracle.parity import backward_of_ranks
 from tests.oracle.ranks import Pools
@@ -198,6 +200,29 @@ def test_states_live_with_the_owner_only(ranks: Pools) -> None:
     for *_, notice in found:
         assert "Muon mixes the elements of a parameter" in notice
         assert "by parameter" in notice
+
+
+def most_bytes_of_a_lookup() -> tuple[int, int]:
+    """Return the largest message that is padded to that of one rank, and a state's bytes."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    engine = shard(model, stage=3)
+    muon = torch.optim.Muon(matrices(model), lr=0.02)
+    engine.adopt(muon)
+    model(torch.ones(1, 64)).sum().backward()
+    muon.step()
+    with mock.patch.object(
+        Control, "_gather_bytes", autospec=True, side_effect=Control._gather_bytes
+    ) as gather:
+        states = [muon.state[p]["momentum_buffer"] for p in matrices(model)]
+    sizes = [call.args[2] for call in gather.call_args_list]
+    engine.close()
+    assert [state.shape for state in states] == [(64, 64)] * 2
+    return max(sizes), states[0].nbytes
+
+
+def test_a_lookup_takes_no_more_memory_than_the_state(ranks: Pools) -> None:
+    for most, nbytes in ranks(2).run(most_bytes_of_a_lookup):
+        assert most < nbytes / 4
 
 
 def closures(make: Callable[[nn.Module], Optimizer], world: int, stage: int | None) -> Any:
