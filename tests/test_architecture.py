@@ -30,8 +30,8 @@ LIGHTNING = {"fabric", "trainer", "mirror", "root"}
 LIGHTNING_NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
 ONE_HOST = "comm/one_host"
 """What exists for one host's CPUs only."""
-CHOOSE_ONE_HOST = {"comm/communicator", "comm/dry"}
-"""The only modules that name it: others ask a transport whether it ``reads_peers``."""
+CHOOSE_ONE_HOST = {"comm/communicator"}
+"""The only module that names it: others ask a transport whether it ``reads_peers``."""
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "core", "base"}
 
 INNER = {

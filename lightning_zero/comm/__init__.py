@@ -10,8 +10,6 @@ one_host          what exists only for ranks that share one host's CPUs
 collectives       the backend's own collectives (NCCL)
 codec             quantization to few bits
 coded             transport of quantized weights and gradients
-dry               one rank without the others: allocates as it would, sends nothing
-dry_transports    its transports
 mesh              axes of ranks: shards, replicas
 tensor_parallel   torch's device mesh, and parameters as DTensors
 own_plan          how models of Transformers say that they are cut
@@ -28,7 +26,6 @@ from lightning_zero.comm.codec import Codec
 from lightning_zero.comm.coded import Cargo
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import Control
-from lightning_zero.comm.dry import DryCommunicator, DryHostCopies, dry_transport
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.own_plan import cut_by_own_plan, reads_parts
 from lightning_zero.comm.process_groups import default_group, default_world_size

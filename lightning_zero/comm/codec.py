@@ -74,7 +74,7 @@ class Codec:
             blocks[0].copy_(total)
 
     def _chunks(self, values: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield chunks of blocks of all parts, with scales and integers; one without data."""
+        """Yield chunks of blocks of all parts, with scales and integers."""
         if not self.numel:
             return
         parts = codes.numel() // self.nbytes
@@ -84,6 +84,6 @@ class Codec:
         integers = rows[:, self._scale_bytes :].view(torch.int8)
         integers = integers.view(parts, self._num_blocks, ALIGNMENT)
         step = max(1, numel_at_a_time(codes.device) // (parts * ALIGNMENT))
-        for start in range(0, self._num_blocks, self._num_blocks if codes.is_meta else step):
+        for start in range(0, self._num_blocks, step):
             chunk = slice(start, start + step)
             yield blocks[:, chunk], scales[:, chunk], integers[:, chunk]

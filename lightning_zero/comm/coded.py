@@ -8,7 +8,6 @@ decodes and adds up in fp32: no sum is ever quantized.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -53,10 +52,9 @@ class Coded(Verbs):
         codec = Codec(source.own.numel())
         codes = self._buffer(self.size * codec.nbytes)
         own = codes.view(self.size, codec.nbytes)[self._transport.rank]
-        with self._transport.coding():
-            codec.encode(source.own, own, self._noise(unit, tag, codes.device))
-        work = self._transport.gather_codes(codes, own, out, unit=unit, tag=tag)
-        return Pending(work, then=lambda: self._decode(codec.decode, codes, out))
+        codec.encode(source.own, own, self._noise(unit, tag, codes.device))
+        work = self._transport.gather(codes, Shards(own), unit=unit, tag=tag)
+        return Pending(work, then=lambda: codec.decode(codes, out))
 
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         """Return memory for the source of :meth:`reduce`."""
@@ -66,11 +64,10 @@ class Coded(Verbs):
         """Reduce like :meth:`Transport.reduce`, in code; ``source`` has been read on return."""
         codec = Codec(out.numel())
         sent = self._buffer(self.size * codec.nbytes)
-        with self._transport.coding(out):
-            codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
+        codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
         received = self._buffer(sent.numel())
         work = self._transport.all_to_all(received, sent, out, unit=unit, tag=tag)
-        return Pending(work, then=lambda: self._decode(codec.add_up, received, out), kept=[sent])
+        return Pending(work, then=lambda: codec.add_up(received, out), kept=[sent])
 
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
         """Add up like :meth:`Transport.all_reduce`, in code both ways.
@@ -86,10 +83,6 @@ class Coded(Verbs):
         whole[numel:].zero_()
         work = super().all_reduce(whole, unit=unit, tag=tag)
         return Pending(work, then=lambda: tensor.copy_(whole[:numel]))
-
-    def _decode(self, decode: Callable[..., None], codes: Tensor, out: Tensor) -> None:
-        with self._transport.coding():
-            decode(codes, out)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -196,10 +194,6 @@ class Transport(Verbs):
         self.ledger.note(unit, "reduce", sent, source.tensor.element_size())
         return self._reduce(source, out, unit, tag)
 
-    def gather_codes(self, codes: Tensor, own: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
-        """Start to fill ``codes`` from every rank's ``own``, to be decoded to ``out``."""
-        return self.gather(codes, Shards(own), unit=unit, tag=tag)
-
     def all_to_all(
         self, received: Tensor, sent: Tensor, out: Tensor, *, unit: str, tag: int
     ) -> Work:
@@ -262,10 +256,6 @@ class Transport(Verbs):
         buffer = self._lasting(numel, dtype)
         self.passing[kind].add(buffer)
         return buffer
-
-    def coding(self, *held: Tensor) -> AbstractContextManager[Any]:
-        """Return the context of code that encodes or decodes; ``held`` is for what will be sent."""
-        return contextlib.nullcontext()
 
     @property
     def scratch_bytes(self) -> int:

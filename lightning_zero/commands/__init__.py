@@ -1,7 +1,7 @@
 """The command ``lightning-zero``, one module for each subcommand.
 
 - ``convert``: conversion of checkpoints between formats
-- ``estimate``: memory of a model before it runs; ``times``: times of its steps on a cluster
+- ``estimate``: memory of a model before it runs
 - ``inspect``: what a checkpoint holds, and whether it is intact
 - ``model_source``: lookup of the model that a command line names
 - ``option``: what ``argparse`` says of an option that cannot be parsed

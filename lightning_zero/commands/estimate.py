@@ -1,9 +1,8 @@
-"""``lightning-zero estimate``: the memory of a model, or the times of its steps, before it runs."""
+"""``lightning-zero estimate``: the memory of a model before it runs."""
 
 from __future__ import annotations
 
 import argparse
-import functools
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,24 +18,16 @@ from lightning_zero.commands.model_source import (
     parse_batch,
     read_config,
 )
-from lightning_zero.commands.option import option
-from lightning_zero.commands.times import times, times_table
 from lightning_zero.deepspeed import Config
 from lightning_zero.memory import (
-    EQUAL_STAGES,
     OF_STAGE_3,
-    TERMS,
-    Cluster,
     Estimate,
-    Limits,
     ModelPlan,
     Offload,
     advise,
-    are_equal_stages,
     compare,
     estimate_table,
     format_bytes,
-    format_ranks,
     named_offloads,
     parse_bytes,
     write_report,
@@ -45,14 +36,12 @@ from lightning_zero.plan import RECIPES, STRATEGIES, Settings, strategy_argument
 
 _EXAMPLES = """examples:
   lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
-  lightning-zero estimate 10B --ranks 8 --offload cpu nvme --device-memory 16GB --host-memory 256GB
+  lightning-zero estimate 10B --ranks 8 --offload cpu nvme --device-memory 16GB
   lightning-zero estimate examples/train_gpt.py:GPT --args width=1024 depth=24 \\
       --optimizer adamw --batch "int64[8,129]" --ranks 4
   lightning-zero estimate examples/zero3.yaml --model examples/train_gpt.py:GPT --optimizer adamw
   lightning-zero estimate path/to/hugging_face_model --ranks 8 \\
       --batch "input_ids=int64[1,2048]" "labels=int64[1,2048]"
-  lightning-zero estimate examples/train_gpt.py:GPT --args width=1024 depth=24 \\
-      --optimizer adamw --batch "int64[8,129]" --cluster "64x8, 400Gb/s, 450GB/s, 400TFLOPS"
 """
 
 
@@ -68,7 +57,7 @@ def add_estimate_command(commands: Any) -> None:
         "estimate",
         help="predict a model's bytes per rank, by kind and stage",
         description="Predict a model's bytes per rank, by kind and stage, before it runs.",
-        epilog=f"{_EXAMPLES}\nterms of --cluster:\n{textwrap.indent(TERMS, '  ')}",
+        epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -104,21 +93,8 @@ def add_estimate_command(commands: Any) -> None:
         help="also predict zero2_offload and zero3_offload (cpu), both beside an accelerator, or"
         " zero3_nvme (nvme)",
     )
-    parser.add_argument(
-        "--cluster",
-        type=option(Cluster.parse),
-        metavar="TERMS",
-        help='predict step times on a cluster, such as "64x8, 400Gb/s, 450GB/s, 400TFLOPS" (terms'
-        " below), instead of bytes",
-    )
     parser.add_argument("--device-memory", help="such as 80GB, to see what fits")
-    parser.add_argument("--host-memory", help="a node's, such as 512GB, as a second limit")
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        help="default: the devices of a YAML with several nodes, else all ranks, at most 8",
-    )
-    parser.add_argument("--report", type=Path, help="folder for memory.json and memory.html")
+    parser.add_argument("--report", type=Path, help="folder for memory.json and memory.svg")
     parser.set_defaults(run=run)
 
 
@@ -194,62 +170,34 @@ def _foreign(strategy: Any) -> str:
     return "" if name.endswith("ZeROStrategy") else name
 
 
-def _print_times(options: argparse.Namespace, asked: _Asked) -> int:
-    """Print the times of a step on ``--cluster``; return the exit code."""
-    names = ("offload", "host_memory", "ranks", "report")
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
-    given += ["activation_offload"] if asked.subject.settings.activation_offload else []
-    given += ["offload"] if asked.subject.settings.offload is not None else []
-    if given:
-        raise ValueError(
-            "--cluster predicts step times on its own ranks, without offload, so it cannot be"
-            f" combined with {given[0]}. Remove one of them."
-        )
-    limit = parse_bytes(options.device_memory) if options.device_memory else None
-    found = times(asked.subject, options.cluster, limit, options.stages, asked.num_microbatches)
-    print(f"{asked.subject.describe()}\n\n{times_table(found, options.cluster)}")
-    return 0
-
-
 def run(options: argparse.Namespace) -> int:
     """Print the estimate that ``options`` ask for; return the exit code."""
     asked = subject, _, num_microbatches, trainer = _asked(options)
-    if options.cluster is not None:
-        return _print_times(options, asked)
-    offloads = _offloads(options, subject.settings)
-    device, host = (
-        parse_bytes(text) if text else None for text in (options.device_memory, options.host_memory)
-    )
-    if host is not None and device is None:
-        raise ValueError("--host-memory shows what fits only with --device-memory. Pass both.")
-    ranks_per_node = options.ranks_per_node
-    if ranks_per_node is None and (trainer.get("num_nodes") or 1) > 1:
-        ranks_per_node = _devices_of(trainer)
-    limits = Limits(device or 0, host, ranks_per_node)
+    device = parse_bytes(options.device_memory) if options.device_memory else None
     ranks = options.ranks or [_ranks_of(trainer) or 8]
     stages = (0, 1, 2, 3) if options.stages is None else options.stages
+    offloads = _offloads(options, subject.settings)
     found = compare(subject, stages, ranks, offloads=offloads, num_microbatches=num_microbatches)
     print("\n\n".join(_texts(subject, found)))
-    print("\n" + "\n".join(_beside_the_device(found, limits)))
     if name := _foreign(trainer.get("strategy")):
         print(f"\nIgnored the arguments of {name}.")
-    write = functools.partial(_to_write, asked, limits)
+    chosen: Estimate | None = min(found, key=lambda one: one.device_peak)
     if device is not None:
-        advice = advise(subject, found, limits, write=write, num_microbatches=num_microbatches)
+        chosen, advice = advise(subject, found, device, num_microbatches)
         print(f"\n{advice}")
     if options.report is not None:
-        print(f"\n{_report(options.report, subject, found, device)}")
-    if device is None:
-        print(f"\n{write(min(found, key=lambda one: one.device_peak))}")
+        print(f"\n{write_report(options.report, found, device)}")
+    if chosen is not None:
+        print(f"\n{_to_write(asked, chosen)}")
     return 0
 
 
-def _to_write(asked: _Asked, limits: Limits, found: Estimate) -> str:
+def _to_write(asked: _Asked, found: Estimate) -> str:
     """Return a line on how to train as it was estimated."""
-    num = limits.on_node(found.world_size)
-    num_nodes, rest = divmod(found.world_size, num)
-    trainer: dict[str, Any] = {"devices": found.world_size if rest else num}
-    trainer |= {"num_nodes": num_nodes} if num_nodes > 1 and not rest else {}
+    trainer: dict[str, Any] = {"devices": found.world_size}
+    num_nodes = asked.trainer.get("num_nodes") or 1
+    if num_nodes > 1 and found.world_size % num_nodes == 0:
+        trainer = {"devices": found.world_size // num_nodes, "num_nodes": num_nodes}
     trainer |= {"precision": found.precision} if found.precision != "32-true" else {}
     if asked.num_microbatches > 1:
         trainer["accumulate_grad_batches"] = asked.num_microbatches
@@ -291,25 +239,6 @@ def _offloads(options: argparse.Namespace, settings: Settings) -> list[tuple[int
     return offloads
 
 
-def _beside_the_device(found: list[Estimate], limits: Limits) -> Iterator[str]:
-    """Yield lines about host memory and files."""
-    whole = format_bytes(found[0].whole)
-    text = (
-        f"Host memory before setup: {whole} per rank, unless the model is built on meta; the same"
-        " after fit, unless restore_weights=False. In a step without offload: none besides the"
-        " device's, which on a CPU is the host's."
-    )
-    yield textwrap.fill(text, 80, break_on_hyphens=False)
-    for offloaded in (one for one in found if one.leaves_device):
-        num = limits.on_node(offloaded.world_size)
-        disk = num * sum(offloaded.disk.values())
-        files = f" and {format_bytes(disk)} in files" if disk else ""
-        yield (
-            f"{offloaded.name}, {format_ranks(offloaded.world_size)}: {num} per node, which need"
-            f" {format_bytes(num * offloaded.host_peak)} of host memory in a step{files}."
-        )
-
-
 def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:
     missing = [] if found[0].has_units else ["gathered and unreduced units"]
     missing += [] if subject.has_activations else ["activations"]
@@ -318,29 +247,16 @@ def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:
         [estimate for estimate in found if estimate.world_size == world_size]
         for world_size in dict.fromkeys(estimate.world_size for estimate in found)
     ]
-    notes = [_ROWS.format(first=found[0].name)]
-    if all(map(are_equal_stages, columns)):
-        notes.append(textwrap.fill(EQUAL_STAGES, 80, break_on_hyphens=False))
+    whole = (
+        f"Host memory before setup: {format_bytes(found[0].whole)} per rank, unless the model is"
+        " built on meta; the same after fit, unless restore_weights=False."
+    )
+    notes = [_ROWS.format(first=found[0].name), textwrap.fill(whole, 80, break_on_hyphens=False)]
     return [head, *map(estimate_table, columns), "\n".join(notes)]
 
 
-def _report(folder: Path, subject: ModelPlan, found: list[Estimate], limit: int | None) -> Path:
-    largest = max(estimate.world_size for estimate in found)
-    own = [estimate for estimate in found if estimate.world_size == largest]
-    return write_report(
-        folder,
-        subject=subject.describe(),
-        predicted=max(own, key=lambda estimate: estimate.stage),
-        stages=own,
-        device_memory=limit,
-    )
-
-
 def _ranks_of(trainer: dict[str, Any]) -> int | None:
-    devices = _devices_of(trainer)
-    return None if devices is None else devices * (trainer.get("num_nodes") or 1)
-
-
-def _devices_of(trainer: dict[str, Any]) -> int | None:
     devices = trainer.get("devices")
-    return devices if isinstance(devices, int) and devices > 0 else None
+    if not isinstance(devices, int) or devices < 1:
+        return None
+    return devices * int(trainer.get("num_nodes") or 1)

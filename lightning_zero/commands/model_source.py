@@ -6,10 +6,12 @@ import ast
 import importlib
 import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,6 +47,9 @@ def find_model(text: str, arguments: Mapping[str, Any]) -> Model:
 def find_class(text: str) -> Callable[..., nn.Module]:
     """Return the class of ``package.module:Class``, ``package.module.Class``, ``file.py:Class``."""
     place, _, name = text.rpartition(":" if ":" in text else ".")
+    if (folder := os.getcwd()) not in sys.path:
+        # As `python -m` does: a console script has its own folder there instead.
+        sys.path.insert(0, folder)
     try:
         module = (
             _module_in(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -117,13 +122,15 @@ def parse_batch(specs: Sequence[str]) -> Any:
 def _choices(path: Path) -> str:
     """List the LightningModules of a file, or its modules if it has none, as ``file.py:Class``."""
     try:
-        names = list(vars(_module_in(path)).items())
+        module = _module_in(path)
     except (ImportError, OSError) as error:
         raise ValueError(f"Expected a Python file that can be run at {path}: {error}.") from error
     own = [
         (name, cls)
-        for name, cls in names
-        if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == path.stem
+        for name, cls in vars(module).items()
+        if isinstance(cls, type)
+        and issubclass(cls, nn.Module)
+        and cls.__module__ == module.__name__
     ]
     lightning = [name for name, cls in own if hasattr(cls, "training_step")]
     found = lightning or [name for name, _ in own]
@@ -133,13 +140,30 @@ def _choices(path: Path) -> str:
 def _module_in(path: Path) -> Any:
     if not path.exists():
         raise OSError(f"there is no file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # where its siblings are, as for a script
+    known = sys.modules.get(path.stem)
+    if known is not None and _is_of(known, path):
+        return known
+    # Another module may have the same stem.
+    name = path.stem if known is None else f"{path.stem}_of_{abs(hash(folder)):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
+
+
+def _is_of(module: ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path.resolve()
 
 
 def _hugging_face(path: Path) -> Callable[[], nn.Module]:

@@ -1,4 +1,4 @@
-"""DeepSpeed's configurations, read as arguments of the strategy and demands on the Trainer.
+"""DeepSpeed's configurations, read as arguments of the strategy and of the Trainer.
 
 - ``config``: a configuration, by key: those that act, those that are refused, and the rest
 - ``optimizer_block``: the blocks ``optimizer`` and ``scheduler``, as torch's classes

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration, read as arguments of the strategy and demands on the Trainer.
+"""A DeepSpeed configuration, read as arguments of the strategy and of the Trainer.
 
 ``ACTING`` holds the keys that act and ``REFUSED`` those that would change the results; every other
 key has no effect, and one warning names all of them. ``"auto"``, ``null`` and values that turn a

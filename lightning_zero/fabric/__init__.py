@@ -11,7 +11,7 @@ internals      every private name of Fabric in use
 from lightning_zero.fabric.checkpointing import Checkpoints, writes_files
 from lightning_zero.fabric.internals import count_once, to_device_but_parameters
 from lightning_zero.fabric.module import ShardedModule
-from lightning_zero.fabric.precision import FabricPrecision, ShardedPrecision
+from lightning_zero.fabric.precision import FabricPrecision, ShardedPrecision, grads_of
 from lightning_zero.fabric.sharding import Sharding, init_device
 from lightning_zero.fabric.strategy import ZeROStrategy
 
@@ -23,6 +23,7 @@ __all__ = [
     "Sharding",
     "ZeROStrategy",
     "count_once",
+    "grads_of",
     "init_device",
     "to_device_but_parameters",
     "writes_files",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
@@ -19,7 +20,14 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer import LossScaler, clip, members, parameter_of
+from lightning_zero.optimizer import (
+    FindPiece,
+    LossScaler,
+    clip,
+    members,
+    parameter_of,
+    pieces_of,
+)
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import RECIPES, Recipe
 
@@ -123,6 +131,17 @@ class ShardedPrecision(Precision):
             with torch.autocast(self.device, dtype=dtype, cache_enabled=False):
                 yield
 
+    def unscaled(
+        self, optimizer: Optimizer, find_piece: FindPiece | None, comm: Communicator | None
+    ) -> bool:
+        """Divide an optimizer's gradients by the loss scale; return whether any is not finite.
+
+        All ranks get the same answer. Without ``comm``, no parameter is sharded.
+        """
+        assert self.scaler is not None
+        pieces, others = grads_of(optimizer, find_piece)
+        return clip.unscale(pieces, comm, self.scaler.scale, others)
+
     @classmethod
     @override
     def main_params(cls, optimizer: Optimizer) -> Iterator[nn.Parameter]:
@@ -156,8 +175,10 @@ class FabricPrecision(ShardedPrecision):
     def _made(cls, precision: str, scaler: LossScaler | None, device: str) -> FabricPrecision:
         return (cls if scaler is None else ScaledPrecision)(precision, scaler, device)
 
-    def unscale(self, optimizer: Optimizer, pieces: list[Piece], comm: Communicator) -> None:
-        """Divide the gradients by the loss scale, unless that was done since the last step."""
+    def unscale(
+        self, optimizer: Optimizer, find_piece: FindPiece, comm: Communicator | None
+    ) -> None:
+        """Divide the gradients by the loss scale, unless that was done to these gradients."""
 
 
 class ScaledPrecision(FabricPrecision):
@@ -167,7 +188,8 @@ class ScaledPrecision(FabricPrecision):
         self, precision: str = "16-mixed", scaler: LossScaler | None = None, device: str = "cpu"
     ) -> None:
         super().__init__(precision, scaler, device)
-        self._found_inf: dict[int, bool] = {}
+        # By optimizer: the gradients that were unscaled, and whether any was not finite.
+        self._unscaled: dict[int, tuple[list[weakref.ref[Any]], bool]] = {}
 
     @override
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -175,11 +197,18 @@ class ScaledPrecision(FabricPrecision):
         super().backward(tensor * self.scaler.scale, model, *args, **kwargs)
 
     @override
-    def unscale(self, optimizer: Optimizer, pieces: list[Piece], comm: Communicator) -> None:
-        if id(optimizer) not in self._found_inf:
-            assert self.scaler is not None
-            found = clip.unscale(pieces, comm, self.scaler.scale)
-            self._found_inf[id(optimizer)] = found
+    def unscale(
+        self, optimizer: Optimizer, find_piece: FindPiece, comm: Communicator | None
+    ) -> None:
+        pieces, others = grads_of(optimizer, find_piece)
+        grads = [*(piece.grad for piece in pieces if piece.grad is not None), *others]
+        storages = [grad.untyped_storage() for grad in grads]
+        known, _ = self._unscaled.get(id(optimizer), ([], False))
+        alive = [ref() for ref in known]
+        if known and all(any(one is storage for one in alive) for storage in storages):
+            return
+        found = self.unscaled(optimizer, find_piece, comm)
+        self._unscaled[id(optimizer)] = [weakref.ref(one) for one in storages], found
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -189,10 +218,21 @@ class ScaledPrecision(FabricPrecision):
                 "precision='16-mixed' decides before a step whether to skip it, so an optimizer"
                 " cannot be stepped with a closure. Call the closure first, or use 'bf16-mixed'."
             )
-        found_inf = self._found_inf.pop(id(optimizer))
+        _, found_inf = self._unscaled.pop(id(optimizer))
         assert self.scaler is not None
         self.scaler.update(found_inf=found_inf)
         return None if found_inf else optimizer.step(**kwargs)
+
+
+def grads_of(
+    optimizer: Optimizer, find_piece: FindPiece | None
+) -> tuple[list[Piece], list[Tensor]]:
+    """Return an optimizer's pieces, and the gradients of its parameters of no module."""
+    pieces = pieces_of(optimizer, find_piece)
+    sharded = {id(piece.parameter) for piece in pieces}
+    held = map(parameter_of, members(optimizer))
+    grads = [p.grad for p in held if id(p) not in sharded and p.grad is not None]
+    return pieces, grads
 
 
 def _scaler_of(plugin: Any) -> LossScaler:

@@ -24,10 +24,10 @@ from lightning_zero.engine import Engine, piece_among
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
 from lightning_zero.fabric.module import ShardedModule
-from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.fabric.precision import FabricPrecision, grads_of
 from lightning_zero.fabric.sharding import init_device
 from lightning_zero.memory import summary
-from lightning_zero.optimizer import clip, members, parameter_of, pieces_of
+from lightning_zero.optimizer import clip, members, parameter_of
 from lightning_zero.parameters import Piece, local_of
 from lightning_zero.plan import START_METHODS, Settings
 
@@ -211,14 +211,14 @@ class ZeROStrategy(SavingStrategy):
         self._unscaled(optimizer)
         return super().optimizer_step(optimizer, **kwargs)
 
-    def _unscaled(self, optimizer: Optimizer) -> tuple[list[Piece], Communicator] | None:
-        """Return the pieces with their gradients, and the ranks; ``None`` if none is sharded."""
+    def _unscaled(
+        self, optimizer: Optimizer
+    ) -> tuple[list[Piece], list[Tensor], Communicator] | None:
+        """Return the pieces, other gradients and the ranks; ``None`` if nothing is sharded."""
         engines = self._checkpoints.engines_of(optimizer)
-        if not engines:
-            return None
-        pieces = pieces_of(optimizer, piece_among(engines))
-        self.precision.unscale(optimizer, pieces, engines[0].comm)
-        return pieces, engines[0].comm
+        comm, find_piece = engines[0].comm if engines else None, piece_among(engines)
+        self.precision.unscale(optimizer, find_piece, comm)
+        return None if comm is None else (*grads_of(optimizer, find_piece), comm)
 
     @override
     def clip_gradients_norm(
@@ -238,8 +238,14 @@ class ZeROStrategy(SavingStrategy):
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
             )
+        pieces, others, comm = sharded
         return clip.clip_by_norm(
-            *sharded, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            pieces,
+            comm,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+            others=others,
         )
 
     @override
@@ -249,7 +255,7 @@ class ZeROStrategy(SavingStrategy):
         if (sharded := self._unscaled(optimizer)) is None:
             super().clip_gradients_value(module, optimizer, clip_val)
         else:
-            clip.clip_by_value(sharded[0], clip_val)
+            clip.clip_by_value(sharded[0], clip_val, sharded[1])
 
 
 def _leave(engines: list[Engine]) -> None:

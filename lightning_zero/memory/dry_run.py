@@ -8,30 +8,105 @@ forward saves for backward, intermediate results, the batch, and the gradients o
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import override
 
-from lightning_zero.comm import DryHostCopies
 from lightning_zero.engine import ActivationCheckpointing, ActivationOffload
 from lightning_zero.memory.live_bytes import LiveBytes
-from lightning_zero.memory.trace import Event, Kind, in_order
 from lightning_zero.plan import Recipe, UnitSpec, cut_of, set_cut
-from lightning_zero.tensors import tensors_in
+from lightning_zero.tensors import (
+    HostCopies,
+    Landing,
+    Storages,
+    Work,
+    internals,
+    pinned_bytes,
+    tensors_in,
+)
 
 Step = Callable[[nn.Module, Any], Tensor]
+
+
+class Kind(Enum):
+    """The kind of an event."""
+
+    FORWARD = "forward"
+    """A call of a unit's forward begins."""
+    FORWARD_END = "end of forward"
+    """The call has returned."""
+    LOSS = "loss"
+    """The backward pass begins."""
+    BACKWARD = "backward"
+    """The first gradient of a call's outputs has arrived."""
+    BACKWARD_END = "end of backward"
+    """All gradients of a call's inputs have arrived."""
+    GRAD = "gradient"
+    """A parameter's gradient has arrived."""
+    END = "end"
+    """The backward pass has ended."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of a step: of a call of a unit, or of a parameter by its number in the module.
+
+    Attributes:
+        before: The most bytes of activations alive since the previous event, including the gradient
+            that has arrived.
+        now: Bytes of activations alive, but that gradient.
+        away: Bytes of activations kept in the memory of an accelerator's host.
+    """
+
+    kind: Kind
+    unit: str = ""
+    parameter: int = -1
+    before: int = 0
+    now: int = 0
+    away: int = 0
+
+
+def in_order(specs: Sequence[UnitSpec], numbers: Mapping[int, int]) -> Iterator[Event]:
+    """Yield the events of a step that runs the units in the order of registration.
+
+    The root's gradients come first: they are then held longest, so no other order holds more.
+    ``numbers`` are the parameters' numbers in the module, by id.
+    """
+    *inner, root = specs
+
+    def grads(spec: UnitSpec) -> Iterator[Event]:
+        named = (pair for flat in spec.flat_parameters for pair in flat.named)
+        yield from (Event(Kind.GRAD, parameter=numbers[id(p)]) for _, p in named if p.requires_grad)
+
+    for spec in inner:
+        yield Event(Kind.FORWARD, spec.name)
+        yield Event(Kind.FORWARD_END, spec.name)
+    yield Event(Kind.LOSS)
+    yield from grads(root)
+    ended: list[Event] = []
+    for spec in reversed(inner):
+        # A unit's outputs are the next one's inputs, and its hooks on them were registered first.
+        yield Event(Kind.BACKWARD, spec.name)
+        yield from ended
+        yield from grads(spec)
+        ended = [Event(Kind.BACKWARD_END, spec.name)]
+    yield from ended
+    yield Event(Kind.END)
 
 
 def meta_copy(
@@ -39,8 +114,9 @@ def meta_copy(
 ) -> nn.Module:
     """Return a copy of ``module`` with parameters and buffers on ``meta``; no data is copied.
 
-    Hooks and the Trainer are left out. ``dtype_of`` returns the dtype for a parameter or buffer; by
-    default each keeps its own.
+    Modules and plain containers in their attributes are new, all other attributes are shared, as
+    not all can be copied. Hooks and the Trainer are left out. ``dtype_of`` returns the dtype for a
+    parameter or buffer; by default each keeps its own.
     """
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
@@ -51,12 +127,38 @@ def meta_copy(
         if isinstance(tensor, Parameter):
             memo[id(tensor)] = own = Parameter(bare, tensor.requires_grad)
             set_cut(own, cut_of(tensor))
-    for child in module.modules():
-        memo[id(getattr(child, "_trainer", None))] = None
-        for name, value in vars(child).items():
-            if name.endswith("_hooks") and isinstance(value, dict):
-                memo[id(value)] = type(value)()
-    return copy.deepcopy(module, memo)
+    copied: nn.Module = _renewed(module, memo)
+    return copied
+
+
+def _renewed(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a module or a container with new modules and tensors in it; all else as it is."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, nn.Module):
+        if isinstance(compiled := vars(value).get("_modules", {}).get("_orig_mod"), nn.Module):
+            memo[id(value)] = found = _renewed(compiled, memo)
+            return found
+        memo[id(value)] = new = value.__class__.__new__(value.__class__)
+        for name, item in vars(value).items():
+            if name.endswith("_hooks") and isinstance(item, dict):
+                vars(new)[name] = type(item)()
+            else:
+                vars(new)[name] = None if name == "_trainer" else _renewed(item, memo)
+        return new
+    if isinstance(value, MethodType) and id(value.__self__) in memo:
+        return MethodType(value.__func__, memo[id(value.__self__)])
+    if type(value) in (dict, OrderedDict):
+        memo[id(value)] = made = type(value)()
+        made.update((key, _renewed(item, memo)) for key, item in value.items())
+        return made
+    if type(value) in (list, deque):
+        memo[id(value)] = made = type(value)()
+        made.extend(_renewed(item, memo) for item in value)
+        return made
+    if type(value) in (set, tuple):
+        return type(value)(_renewed(item, memo) for item in value)
+    return value
 
 
 @dataclass(frozen=True)
@@ -101,7 +203,7 @@ class Microbatch:
             for _, p in flat.named
         }
         live = LiveBytes(as_on_cpu=self.device.type == "cpu")
-        log = _Log(live, DryHostCopies(self.device))
+        log = _Log(live, _KeptOnHost(self.device))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         dtype = self.dtype or torch.get_default_dtype()
         with warnings.catch_warnings(), _default_dtype(dtype), mode:
@@ -185,17 +287,14 @@ def _num_positional(function: Callable[..., Any]) -> int | None:
 class _Log:
     """Recorder of the events of a step."""
 
-    def __init__(self, live: LiveBytes, copies: DryHostCopies) -> None:
+    def __init__(self, live: LiveBytes, copies: _KeptOnHost) -> None:
         self.live, self.copies = live, copies
-        self._running: list[int] = []
-        self._num_calls = 0
         self.events: list[Event] = []
 
-    def note(self, kind: Kind, unit: str = "", call: int = -1, parameter: int = -1) -> None:
+    def note(self, kind: Kind, unit: str = "", parameter: int = -1) -> None:
         """Record an event."""
-        before, flops = self.live.restart(), self.live.take_flops()
-        now, away = self.live.count(), self.copies.passing
-        self.events.append(Event(kind, unit, call, parameter, before, now, flops, away))
+        before, now = self.live.restart(), self.live.count()
+        self.events.append(Event(kind, unit, parameter, before, now, self.copies.held.nbytes))
 
     def listen(self, name: str, unit: nn.Module) -> Iterator[Any]:
         """Hook the unit's forward and, through its tensors, its backward; yield the handles."""
@@ -215,24 +314,52 @@ class _Log:
         self.note(Kind.GRAD, parameter=number)
 
     def _begin_forward(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        call = self._num_calls
-        self._num_calls += 1
-        self._running.append(call)
-        self.note(Kind.FORWARD, name, call)
+        self.note(Kind.FORWARD, name)
         inner = [t for t in tensors_in((args, kwargs)) if t.requires_grad and not t.is_leaf]
         if inner and torch.is_grad_enabled():
             register_multi_grad_hook(
-                inner, lambda _: self.note(Kind.BACKWARD_END, name, call), mode="all"
+                inner, lambda _: self.note(Kind.BACKWARD_END, name), mode="all"
             )
 
     def _end_forward(self, name: str, output: Any) -> None:
-        call = self._running.pop()
-        self.note(Kind.FORWARD_END, name, call)
+        self.note(Kind.FORWARD_END, name)
         outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
         if outputs:
-            register_multi_grad_hook(
-                outputs, lambda _: self.note(Kind.BACKWARD, name, call), mode="any"
-            )
+            register_multi_grad_hook(outputs, lambda _: self.note(Kind.BACKWARD, name), mode="any")
+
+
+class _KeptOnHost(HostCopies):
+    """Copies of fake tensors to an accelerator's host, of which only the bytes are counted.
+
+    What copies to the host read is kept on the device as long as they would need it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.device("meta"))
+        self.device, self.held = device, Storages()
+
+    @override
+    def can_copy(self, tensor: Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and tensor.device.type == self.device.type
+
+    @override
+    def storage_down(self, tensor: Tensor, group: object) -> tuple[Tensor, Landing]:
+        with internals.without_modes():
+            nbytes = pinned_bytes(tensor.untyped_storage().nbytes(), self.device)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        self.held.add(memory)
+        self._keep(group, landing := Landing(None), tensor.detach())
+        return memory, landing
+
+    @override
+    def up(
+        self,
+        out: Tensor,
+        source: Tensor,
+        then: Callable[[], Work],
+        after: Landing | None = None,
+    ) -> Work:
+        return then()
 
 
 def _fake_tensors(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from typing import Any
 
@@ -23,7 +23,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 _Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
@@ -40,22 +39,9 @@ _WEIGHT_OF_NORM = {
 }
 """The index of the weight among a norm's arguments."""
 
-_FORMULAS: dict[Any, Callable[..., int]] = {
-    **flop_registry,
-    # torch has no formula for attention on a CPU, whose first arguments are those on a GPU.
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        _aten._scaled_dot_product_efficient_attention
-    ],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_efficient_attention_backward
-    ],
-}
-
 
 class LiveBytes(TorchDispatchMode):
     """A context that counts the storages that operations in it create, by their initial size.
-
-    It also counts floating-point operations, by torch's formulas (``flop_registry``).
 
     ``as_on_cpu`` adds what CPU kernels would keep if the tensors had data.
     """
@@ -67,7 +53,6 @@ class LiveBytes(TorchDispatchMode):
         self._live: _Storages = {}
         self._ignored: _Storages = {}
         self._total = 0
-        self._flops = 0
 
     def follow(self, tensors: Iterable[Any]) -> None:
         """Also count these tensors, which already exist."""
@@ -88,11 +73,6 @@ class LiveBytes(TorchDispatchMode):
         """Reset the peak to the bytes alive now; return the old peak."""
         before, self.peak = self.peak, self.count()
         return before
-
-    def take_flops(self) -> int:
-        """Return the floating-point operations since the last call."""
-        flops, self._flops = self._flops, 0
-        return flops
 
     def _count(self, storage: torch.UntypedStorage, more: int = 0) -> None:
         key, size = storage._cdata, storage.nbytes() + more
@@ -118,8 +98,6 @@ class LiveBytes(TorchDispatchMode):
             # A number read from a tensor without data (`.item()`, `if x.any()`) is taken as zero.
             dtype = args[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
-        if formula := _FORMULAS.get(func._overloadpacket):
-            self._flops += formula(*args, **(kwargs or {}), out_val=out)
         for tensor, more in _kept_beyond(func, args, out) if self._as_on_cpu else ():
             self._count(tensor.untyped_storage(), more)
         for storage in _storages(tree_leaves(out)):

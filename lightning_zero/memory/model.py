@@ -10,23 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
-from lightning_zero.comm import DryCommunicator, dry_transport
-from lightning_zero.engine import Engine
-from lightning_zero.memory.cluster import Timeline
-from lightning_zero.memory.dry_run import Microbatch, Step, meta_copy
-from lightning_zero.memory.snapshots import Snapshot
+from lightning_zero.memory.dry_run import Event, Microbatch, Step, meta_copy
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
-from lightning_zero.memory.steps import replicated_step, sharded_step, without_units
-from lightning_zero.memory.terms import KINDS, terms_of_specs
-from lightning_zero.memory.trace import Event
-from lightning_zero.plan import (
-    RECIPES,
-    Offload,
-    Settings,
-    specify_units,
-)
+from lightning_zero.memory.terms import KINDS, RESTING, UnitTerms, terms_of_specs
+from lightning_zero.memory.walk import Snapshot, Walk, replicated_parts
+from lightning_zero.plan import RECIPES, Medium, Offload, Settings, specify_units
 from lightning_zero.tensors import tensors_in
 
 _META = torch.device("meta")
@@ -134,38 +123,6 @@ class ModelPlan:
         other._events = {}
         return other
 
-    @classmethod
-    def of_engine(
-        cls,
-        engine: Engine,
-        optimizers: Sequence[Optimizer],
-        *,
-        precision: str,
-        batch: Any = None,
-    ) -> ModelPlan:
-        """Return the plan of the model that ``engine`` shards and ``optimizers`` step."""
-        settings = engine.sharded.settings
-        dtypes = {
-            id(parameter): flat.plan.master.dtype
-            for unit in engine.sharded.units
-            for flat in unit.flat_parameters
-            for parameter in flat.parameters
-        }
-        bare = meta_copy(engine.module, lambda tensor: dtypes.get(id(tensor), tensor.dtype))
-        model = cls(
-            bare,
-            # The module itself is checkpointed and cut.
-            replace(settings, activation_checkpointing=False, tensor_parallel_size=1),
-            precision=precision,
-            optimizer=torch.optim.SGD,
-            batch=batch,
-            device=settings.device,
-        )
-        pairs = zip(engine.module.parameters(), model.module.parameters(), strict=True)
-        own = {id(parameter): bare for parameter, bare in pairs}
-        model._states = OptimizerStates(optimizers, own)
-        return model
-
     def snapshots(
         self,
         stage: int,
@@ -173,74 +130,82 @@ class ModelPlan:
         *,
         rank: int = 0,
         num_microbatches: int = 1,
-        shares_memory: bool = False,
         offload: Offload | None = None,
-        timeline: Timeline | None = None,
-        ranks_on_node: int | None = None,
-        **varied: Any,
     ) -> list[Snapshot]:
-        """Return the snapshots of a step at a stage (0: DDP), and record it in any ``timeline``.
+        """Return what a rank holds in the parts of a step's last microbatch, and at rest after it.
 
-        ``varied`` are settings that differ from the model's own.
+        Stage 0 is DDP.
         """
         require_sense(stage, world_size, rank, offload)
         if stage == 0:
             return self._under_ddp(adds_gradients=num_microbatches > 1)
         on_host = offload is not None and offload.is_mapped(self.device)
-        asked = self._at(stage, offload, **varied)
+        asked = self._at(stage, offload)
         self._require_support(asked, on_host=on_host)
         chosen = replace(asked, offload=None)  # what rests is that of the terms
-        division = chosen.division(world_size, ranks_on_node)
-        num_shards = division["num_shards"]
+        num_shards = chosen.division(world_size)["num_shards"]
         place = rank % num_shards
         specs = specify_units(self.module, chosen)
-        on_rank = {"num_shards": num_shards, "num_copies": world_size // num_shards, "rank": place}
-        terms = terms_of_specs(
+        units = terms_of_specs(
             specs,
-            lambda parameter, numel: self.state_bytes(parameter, numel, place, num_shards),
-            **on_rank,
+            lambda parameter, numel: self._states.nbytes(parameter, numel, place, num_shards),
+            num_shards=num_shards,
+            num_copies=world_size // num_shards,
+            rank=place,
             offload=offload,
             on_host=on_host,
         )
         plans = (flat.plan for spec in specs for flat in spec.flat_parameters)
         is_local = not next(plans).reduces_every_microbatch
-        if not self.has_units:
-            return without_units(terms, is_kept=is_local and num_microbatches > 1)
-        reads_peers = shares_memory and num_shards > 1
-        transport = dry_transport(self.device, reads_peers=reads_peers)
-        stages_states = offload is not None and offload.optimizer == "nvme"
-        on_message = None if timeline is None else timeline.begin
-        return sharded_step(
-            self.events(is_cast=True),
-            meta_copy(self.module),
-            chosen if on_host else replace(asked, offload=offload and offload.to_host),
-            DryCommunicator(rank, world_size, transport, num_shards, on_message),
-            terms,
-            buffers=self._buffers,
-            staged=self._states.staged([unit.pieces for unit in terms]) if stages_states else 0,
-            stepped=self._states.stepped(place, num_shards) + max(unit.lent for unit in terms),
-            num_microbatches=num_microbatches,
-            timeline=timeline,
-        )
+        still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE)}
+        still["buffers"] = self._buffers
+        host, disk = _resting(units, Medium.HOST), _resting(units, Medium.DISK)
+        ring = max(unit.ring for unit in units)
+        if self.has_units:
+            walk = Walk(
+                self.events(is_cast=True),
+                units,
+                [(id(p), self._grad_bytes(p)) for p in self.module.parameters()],
+                still,
+                asked,
+                is_local=is_local,
+                num_microbatches=num_microbatches,
+                num_shards=num_shards,
+                receives=self.device.type == "cpu" and num_shards > 1,
+            )
+            found = walk.parts()
+        else:
+            kept = sum(unit.partial for unit in units) if is_local and num_microbatches > 1 else 0
+            found = [Snapshot("", "backward", {**still, "unreduced": kept})]
+        for part in found:
+            part.host, part.disk = {**host, "staging": ring + part.away}, disk
+        is_staged = offload is not None and offload.optimizer == "nvme" and self.has_units
+        staged = self._states.staged([unit.pieces for unit in units]) if is_staged else 0
+        stepped = self._states.stepped(place, num_shards) + max(unit.lent for unit in units)
+        if self.has_units and (stepped or staged):
+            kinds = {**still, "gathered": stepped}
+            found.append(Snapshot("", "step", kinds, {**host, "staging": ring + staged}, disk))
+        return [*found, Snapshot("", "rest", still, {**host, "staging": ring}, disk)]
 
-    def _at(self, stage: int, offload: Offload | None = None, **varied: Any) -> Settings:
+    def _grad_bytes(self, parameter: Parameter) -> int:
+        dtype = self.microbatch.recipe.weight or parameter.dtype
+        return parameter.numel() * dtype.itemsize
+
+    def _at(self, stage: int, offload: Offload | None = None) -> Settings:
         """Return the settings of a step without data at a stage; those of stage 3 only go below."""
-        if stage < 3:
-            varied |= {name: getattr(Settings, name) for name in OF_STAGE_3}
+        varied = {name: getattr(Settings, name) for name in OF_STAGE_3} if stage < 3 else {}
         return replace(
             self.settings,
             stage=stage,
             offload=offload,
             recipe=self.microbatch.recipe,
             device=_META,
-            **{
-                "broadcast_buffers": False,
-                "async_checkpoint": False,
-                # The events of the step have what becomes of activations.
-                "activation_checkpointing": False,
-                "activation_offload": False,
-                **varied,
-            },
+            broadcast_buffers=False,
+            async_checkpoint=False,
+            # The events of the step have what becomes of activations.
+            activation_checkpointing=False,
+            activation_offload=False,
+            **varied,
         )
 
     def _require_support(self, asked: Settings, *, on_host: bool) -> None:
@@ -261,22 +226,16 @@ class ModelPlan:
         kinds = dict.fromkeys(KINDS, 0)
         kinds["weights"] = sum(p.nbytes for p in parameters)
         kinds["gradients"] = sum(p.nbytes for p in trainable)
-        kinds["states"] = sum(self.state_bytes(p, p.numel()) for p in trainable)
+        kinds["states"] = sum(self._states.nbytes(p, p.numel(), 0, 1) for p in trainable)
         kinds["buffers"] = self._buffers
         if not self.has_units:
             return [Snapshot("", "rest", kinds)]
         events, sizes = self.events(is_cast=False), [p.nbytes for p in parameters]
-        return replicated_step(events, sizes, kinds, adds_gradients=adds_gradients)
+        return replicated_parts(events, sizes, kinds, adds_gradients=adds_gradients)
 
     @property
     def _buffers(self) -> int:
         return sum(buffer.nbytes for buffer in self.module.buffers())
-
-    def state_bytes(
-        self, parameter: Parameter, numel: int, rank: int = 0, world_size: int = 1
-    ) -> int:
-        """Return the optimizer state bytes of a rank with ``numel`` elements of a parameter."""
-        return self._states.nbytes(parameter, numel, rank, world_size)
 
     def events(self, *, is_cast: bool) -> list[Event]:
         """Return the events of a step, as in :meth:`Microbatch.events`."""
@@ -299,6 +258,11 @@ def require_sense(stage: int, world_size: int, rank: int, offload: Offload | Non
         raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
     if offload is not None and stage == 0:
         raise ValueError(f"Expected stage 1, 2 or 3 with offload, got stage=0 (DDP) and {offload}.")
+
+
+def _resting(units: Sequence[UnitTerms], medium: Medium) -> dict[str, int]:
+    """Return the bytes of all units between steps in one medium, by kind."""
+    return {kind: sum(unit.resting[medium][kind] for unit in units) for kind in RESTING}
 
 
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,9 +14,10 @@ from torch import nn
 from lightning_zero.comm import pretended_mesh
 from lightning_zero.memory.dry_run import Step
 from lightning_zero.memory.model import ModelPlan, require_sense
-from lightning_zero.memory.snapshots import Snapshot
+from lightning_zero.memory.size import format_bytes, format_ranks
 from lightning_zero.memory.states import Optimizers
-from lightning_zero.memory.terms import AWAY_ROWS, HOST_KINDS, KINDS, RESTING, Kinds
+from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING, Kinds
+from lightning_zero.memory.walk import Snapshot
 from lightning_zero.parameters import make_local
 from lightning_zero.plan import Offload, Settings, derived_class, strategy_arguments
 
@@ -49,16 +50,6 @@ class Estimate:
     whole: int = 0
     is_on_host: bool = False
     offload: Offload | None = None
-
-    @property
-    def rests(self) -> Kinds:
-        """Bytes between steps, by kind on the device and by ``AWAY_ROWS`` elsewhere."""
-        last = self.snapshots[-1]
-        away = {"host": last.host, "disk": last.disk}
-        named = {
-            f"{where} {k}": count for where, kinds in away.items() for k, count in kinds.items()
-        }
-        return {**self.resting, **{row: named.get(row, 0) for row in AWAY_ROWS}}
 
     @property
     def name(self) -> str:
@@ -137,7 +128,6 @@ def estimate(
     batch: Any = None,
     step: Step | None = None,
     accumulate_grad_batches: int = 1,
-    shares_memory: bool = False,
     rank: int = 0,
     device: torch.device | str = "cpu",
 ) -> Estimate:
@@ -161,8 +151,6 @@ def estimate(
         step: Computes the loss from the module and the batch; by default ``training_step``, or the
             module's own outputs.
         accumulate_grad_batches: As in the Trainer.
-        shares_memory: The ranks are on one host's CPUs and read each other's reduce buffers, which
-            then persist from step to step; ``unreduced`` is an upper bound.
         rank: The rank to estimate. Ranks differ in padding.
         device: Where the model will run: ``"cpu"``, or an accelerator such as ``"cuda"``.
     """
@@ -176,7 +164,7 @@ def estimate(
         )  # fmt: skip
         return estimate_of(
             subject, stage, world_size // size, rank=rank // size, offload=own.offload,
-            num_microbatches=accumulate_grad_batches, shares_memory=shares_memory,
+            num_microbatches=accumulate_grad_batches,
         )  # fmt: skip
 
 
@@ -281,3 +269,39 @@ def named_offloads(*media: str) -> list[tuple[int, Offload]]:
     return [
         (stage, Offload.of_stage(stage, medium)) for medium in media for stage in stages[medium]
     ]
+
+
+def advise(
+    model: ModelPlan,
+    estimates: Sequence[Estimate],
+    device_memory: int,
+    num_microbatches: int = 1,
+) -> tuple[Estimate | None, str]:
+    """Return the first estimate that fits a device, and a sentence: it, or what to try instead."""
+    limit = format_bytes(device_memory)
+    for found in estimates:
+        if found.device_peak <= device_memory:
+            size, where = format_bytes(found.device_peak), format_ranks(found.world_size)
+            return found, f"On {where}, {found.name} fits: at most {size} of {limit}."
+    least = min(estimates, key=lambda one: one.device_peak)
+    ranks = least.world_size
+    tried: list[tuple[str, ModelPlan, int, str | None]] = [
+        (f"zero3 on {4 * ranks} ranks", model, 4 * ranks, None)
+    ]
+    if model.has_activations and not model.microbatch.checkpointing:
+        leaner = model.checkpointed()
+        tried.append(("zero3 with activation_checkpointing=True", leaner, ranks, None))
+    if Offload.of_stage(3, "cpu").runs_on(model.device):
+        tried.append(("zero3_offload", model, ranks, "cpu"))
+    tried.append(("zero3_nvme", model, ranks, "nvme"))
+    texts = []
+    for name, subject, world_size, medium in tried:
+        with contextlib.suppress(ValueError):  # not with these settings or this optimizer
+            found = estimate_of(
+                subject, 3, world_size, offload=medium, num_microbatches=num_microbatches
+            )
+            texts.append(f"{name} needs {format_bytes(found.device_peak)}")
+    return None, (
+        f"Nothing fits: {least.name} on {format_ranks(ranks)} needs"
+        f" {format_bytes(least.device_peak)} of {limit}; {', '.join(texts)}."
+    )

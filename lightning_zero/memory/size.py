@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12, "P": 10**15}
+_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 
 
 def format_bytes(count: float) -> str:
@@ -37,16 +37,7 @@ def parse_bytes(text: str) -> int:
 
 def parse_numel(text: str) -> int:
     """Parse a number of parameters such as ``10B``, ``350M`` or ``1000``."""
-    return round(_parsed(text, "KMBT", "a number of parameters such as '10B' or '350M'"))
-
-
-def parse_prefixed(text: str) -> float:
-    """Parse a number such as ``400G``, ``3.2 T`` or ``989T``."""
-    return _parsed(text, "KMGTP", "a number such as '400G' or '3.2T'")
-
-
-def _parsed(text: str, prefixes: str, expected: str) -> float:
-    match = re.fullmatch(rf"([\d.]+(?:e\d+)?)\s*([{prefixes}]?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
     if match is None:
-        raise ValueError(f"Expected {expected}, got {text!r}.")
-    return float(match.group(1)) * _PREFIXES[match.group(2).upper()]
+        raise ValueError(f"Expected a number of parameters such as '10B' or '350M', got {text!r}.")
+    return round(float(match.group(1)) * _PREFIXES[match.group(2).upper()])

@@ -43,20 +43,17 @@ class OptimizerStates:
 
     Args:
         optimizers: The optimizers.
-        own: The parameters on ``meta`` to ask for, by the ids of the engine's parameters whose
-            pieces are stepped; by default those are asked for themselves.
         dtypes: The dtypes of the masters, by the ids of parameters that may have another.
     """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        own: Mapping[int, Parameter] = MappingProxyType({}),
         *,
         dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self._optimizers = list(optimizers)
-        self._own, self._dtypes = own, dtypes
+        self._dtypes = dtypes
 
     @property
     def names(self) -> list[str]:
@@ -71,14 +68,13 @@ class OptimizerStates:
         Raises:
             ValueError: The optimizer cannot be stepped in shards, or its states are unpredictable.
         """
-        own = self._own.get(id(parameter), parameter)
-        found = self._by_parameter.get(id(own))
-        if found is None or not own.requires_grad:
+        found = self._by_parameter.get(id(parameter))
+        if found is None or not parameter.requires_grad:
             return 0
         if isinstance(found, StateBytes):
             return found.of(numel)
         number, count = self._along_model(rank, world_size)
-        owner = self._owners(count)[id(own)]
+        owner = self._owners(count)[id(parameter)]
         return found if owner in (None, number) else 0
 
     def _along_model(self, rank: int, num_shards: int) -> tuple[int, int]:
@@ -150,10 +146,7 @@ class OptimizerStates:
     @cached_property
     def _members(self) -> list[list[Parameter]]:
         """The parameters of each optimizer."""
-        return [
-            [self._own.get(id(p), p) for p in map(parameter_of, members(optimizer))]
-            for optimizer in self._optimizers
-        ]
+        return [list(map(parameter_of, members(optimizer))) for optimizer in self._optimizers]
 
     def _owners(self, world_size: int) -> dict[int, int | None]:
         """Return which rank steps each parameter that is stepped whole, by id; ``None`` is all."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch.nn import Parameter
 
+from lightning_zero.comm import Codec
 from lightning_zero.plan import Layout, Medium, Offload, Plan, UnitSpec
 from lightning_zero.tensors import RING_BYTES
 
@@ -56,10 +57,16 @@ class UnitTerms:
     Attributes:
         name: The unit's name; the root's is ``""``.
         resting: Bytes between steps, by medium and kind.
+        gathered: Bytes of whole weights that are released after use.
+        coded: Bytes of the encoded weights while they are gathered.
         partial: Bytes of whole gradients before their reduction.
+        in_flight: Bytes of a reduction under way, without its result.
+        shard: Bytes of the rank's reduced gradients.
+        sends_shard: Whether these leave the device for its host.
         ring: Bytes of pinned memory by which weights come up that are read from files.
         lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
             bf16 with stochastic rounding.
+        trainable: The ids of the trainable parameters.
         pieces: The rank's pieces of parameters that are offloaded, frozen ones included.
     """
 
@@ -67,9 +74,15 @@ class UnitTerms:
     resting: dict[Medium, Kinds] = field(
         default_factory=lambda: {medium: dict.fromkeys(RESTING, 0) for medium in Medium}
     )
+    gathered: int = 0
+    coded: int = 0
     partial: int = 0
+    in_flight: int = 0
+    shard: int = 0
+    sends_shard: bool = False
     ring: int = 0
     lent: int = 0
+    trainable: set[int] = field(default_factory=set)
     pieces: list[PieceTerms] = field(default_factory=list)
 
     def add(
@@ -82,6 +95,16 @@ class UnitTerms:
         kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
         for kind, count in (*kinds.items(), ("states", states)):
             self.resting[plan.media[kind]][kind] += count
+        codes = layout.world_size * Codec(layout.shard_numel).nbytes
+        if plan.gives_weights_back:
+            self.gathered += layout.numel * plan.weight.dtype.itemsize
+            self.coded += codes if plan.gather_bits else 0
+        if trainable:
+            partial = layout.numel * plan.grad.dtype.itemsize
+            self.partial += partial
+            self.in_flight += partial if plan.reduce_bits is None else 2 * codes
+            self.shard += kinds["gradients"]
+            self.sends_shard |= plan.media["gradients"] is not Medium.DEVICE
         if plan.master.medium is Medium.DEVICE or on_host:
             return
         if plan.master.medium is Medium.DISK:
@@ -123,6 +146,6 @@ def terms_of_specs(
                     terms.lent += 2 * (of_elements + 2 * numel * itemsize)
             terms.add(layout, plan, states, trainable=trainable, on_host=on_host)
             if trainable:
-                terms.partial += layout.numel * plan.grad.dtype.itemsize
+                terms.trainable |= {id(parameter) for _, parameter in flat.named}
         found.append(terms)
     return found

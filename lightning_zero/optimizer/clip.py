@@ -93,39 +93,64 @@ def clip_by_norm(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    others: Sequence[Tensor] = (),
 ) -> Tensor:
     """Scale the gradients to a total norm of at most ``max_norm``; return the norm before.
+
+    ``others`` are gradients of parameters of no module, which all ranks have whole.
 
     Raises:
         RuntimeError: The norm is not finite, on all ranks, if ``error_if_nonfinite``.
     """
     norm = total_norm(pieces, comm, norm_type)
+    if others:
+        norm = torch.linalg.vector_norm(
+            torch.stack([norm, _norm_of(others, norm_type, norm)]), float(norm_type)
+        )
+        # Ranks that scaled by different factors would mix parts of different gradients.
+        comm.control.max(norm)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"The total norm of order {norm_type} of the gradients is not finite, so they cannot be"
             " clipped. To scale them by it anyway, set `error_if_nonfinite=False`."
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grads in _lists_of(pieces):
+    for grads in [*_lists_of(pieces), *([other] for other in others)]:
         torch._foreach_mul_(grads, factor.to(grads[0].device))
     return norm
 
 
+def _norm_of(grads: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:
+    return torch.nn.utils.get_total_norm(grads, float(norm_type)).to(like.device, like.dtype)
+
+
 @torch.no_grad()
-def clip_by_value(pieces: Sequence[Piece], clip_value: float) -> None:
+def clip_by_value(
+    pieces: Sequence[Piece], clip_value: float, others: Sequence[Tensor] = ()
+) -> None:
     """Clamp every element of the gradients to ``[-clip_value, clip_value]``."""
-    for grads in _lists_of(pieces):
+    for grads in [*_lists_of(pieces), *([other] for other in others)]:
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
 
 
 @torch.no_grad()
-def unscale(pieces: Sequence[Piece], comm: Communicator, scale: float) -> bool:
+def unscale(
+    pieces: Sequence[Piece],
+    comm: Communicator | None,
+    scale: float,
+    others: Sequence[Tensor] = (),
+) -> bool:
     """Divide the gradients by the loss scale; return whether one on any rank is then not finite.
 
-    All ranks get the same answer, including those whose own pieces are finite or empty.
+    All ranks get the same answer, including those whose own pieces are finite or empty. ``others``
+    are gradients of parameters of no module; without ranks there are only these.
     """
-    for grads in _lists_of(pieces):
+    for grads in [*_lists_of(pieces), *([other] for other in others)]:
         torch._foreach_mul_(grads, 1.0 / scale)
-    largest = total_norm(pieces, comm, inf)
+    largest = torch.zeros(()) if comm is None else total_norm(pieces, comm, inf)
+    if others:
+        largest = largest + _norm_of(others, inf, largest)
+        if comm is not None:
+            comm.control.max(largest)
     return not bool(torch.isfinite(largest))

@@ -143,7 +143,7 @@ class Shown(OfOptimizer):
 ENDED = (
     "{kind} belongs to a run that has ended and holds only this rank's parts of its states. Return"
     " it from `configure_optimizers` to another run of the same ranks with the same settings, or"
-    " return a new one and load the whole states from a checkpoint (`trainer.fit(ckpt_path=...)`)."
+    " return a new one and load the whole states from a checkpoint."
     " Otherwise use it in `on_train_end` or earlier."
 )
 

@@ -275,8 +275,8 @@ class FlatParameters:
             raise RuntimeError(
                 f"Parameter {slot.name!r} is a view of a flat buffer until training ends:"
                 f" {_describe(parameter)} cannot be replaced with {_describe(data)}. Convert or"
-                " move the module before or after training, set the precision with"
-                " Trainer(precision=...), or convert a copy.deepcopy of the module made within"
+                " move the module before or after training, set the `precision` of the Trainer"
+                " or of Fabric, or convert a copy.deepcopy of the module made within"
                 " `with lightning_zero.gathered(module):`"
             )
         self.edits.bring_back()

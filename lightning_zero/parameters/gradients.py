@@ -595,7 +595,8 @@ def begin_step(pieces: Sequence[Piece], kind: str) -> None:
                 raise RuntimeError(
                     f"The gradient of parameter {piece.range.slot.name!r} is {whose}: its last"
                     " backward pass did not synchronize gradients. Synchronize them in the last"
-                    f" one before {kind}.step() (`sync_grad=True`)."
+                    f" one before {kind}.step(): outside of `no_sync` or `no_backward_sync`, or"
+                    " with `sync_grad=True`."
                 )
             owner.is_new = False
 

@@ -5,7 +5,7 @@
 - ``steps``: ``SteppingStrategy``, the next base class, runs the Trainer's steps in the engine
 - ``ranks``: ``RankStrategy``, the next, enters and leaves the process group
 - ``run``: the strategy's state for one call of the Trainer
-- ``deepspeed_config``: demands of a DeepSpeed configuration on the Trainer and the module
+- ``deepspeed_config``: what a DeepSpeed configuration asks of the Trainer and the module
 - ``precision``: ``ZeROPrecision``: casting, loss scaling and clipping on pieces
 - ``callbacks``: Lightning's callbacks that read or write weights, adapted to shards
 - ``dataloader``: training data that ends at the same batch on all ranks

@@ -1,7 +1,8 @@
-"""A callback that measures each rank's memory in training, beside its prediction."""
+"""A callback that measures each rank's memory in training."""
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from pathlib import Path
@@ -9,24 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.comm import StepTimes
-from lightning_zero.engine import Engine
-from lightning_zero.memory import (
-    AWAY_ROWS,
-    KINDS,
-    Estimate,
-    ModelPlan,
-    estimate_of,
-    format_bytes,
-    format_ranks,
-    rest_table,
-    table,
-    write_report,
-)
+from lightning_zero.memory import AWAY_ROWS, KINDS, format_ranks, table
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.strategy import ZeROStrategy
 
@@ -45,7 +34,7 @@ _ROWS = (*_COUNTED, *AWAY_ROWS, _STAGING, *ALLOCATOR)
 
 
 class MemoryMonitor(Callback):
-    """Measures memory by kind through a step, logs it, and compares it with the prediction.
+    """Measures memory by kind through a step and logs it.
 
     At setup, after forward, backward and the optimizer step, and in validation, the monitor reads
     the bytes of each kind, which the engine counts exactly, and the allocator's figures: on an
@@ -60,45 +49,27 @@ class MemoryMonitor(Callback):
     for states on their way between files.
 
     Args:
-        report: Folder for ``memory.json`` and ``memory.html``, which are written when training
-            ends; the page has pictures if matplotlib is installed.
-        predict: Compare with the estimate for this model, its optimizers and its first batch.
+        report: Folder for ``memory.json``, which is written when training ends.
 
     Attributes:
         measured: Bytes by kind at each point, the maximum over all steps and ranks.
-        predicted: The estimate for this rank.
         times: Times of this rank's steps with offload, without the first step.
     """
 
-    def __init__(self, *, report: str | Path | None = None, predict: bool = True) -> None:
+    def __init__(self, *, report: str | Path | None = None) -> None:
         self.report = None if report is None else Path(report)
-        self.predict = predict
         self.measured: dict[str, dict[str, int]] = {}
-        self.predicted: Estimate | None = None
         self.times = StepTimes()
-        self._own: dict[str, int] = {}
-        self._subject = "a rank"
         self._most = _zeros()
         self._is_logged = False
 
     # -- the points ------------------------------------------------------------------------------
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_subject": None}  # its optimizers
-
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._most = _zeros()
-        self._subject, self.predicted, self._own = "a rank", None, {}
         self.times = StepTimes()
         self._look("setup", trainer)
-
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        if self.predict and self.predicted is None:
-            self._foresee(trainer, batch)
 
     @override
     def on_before_backward(
@@ -125,61 +96,14 @@ class MemoryMonitor(Callback):
 
     def _look(self, point: str, trainer: pl.Trainer) -> None:
         held = {**held_by(trainer), **allocated_on(trainer.strategy.root_device)}
-        if point == "step" and (engine := _engine_of(trainer)) is not None:
+        if point == "step" and isinstance(trainer.strategy, ZeROStrategy):
+            assert trainer.strategy.engine is not None
+            ledger = trainer.strategy.engine.comm.transport.ledger
             # Freed by now: take the maximum.
-            held[_STAGING] = engine.comm.transport.ledger.most_staged
+            held[_STAGING], self.times = ledger.most_staged, ledger.total_times
         most = self._most[POINTS.index(point)]
         torch.maximum(most, torch.tensor([held.get(kind, 0) for kind in _ROWS]), out=most)
         self._is_logged = False
-        if point == "step":
-            self._own = held
-
-    # -- the prediction --------------------------------------------------------------------------
-
-    def _foresee(self, trainer: pl.Trainer, batch: Any) -> None:
-        strategy, engine = trainer.strategy, _engine_of(trainer)
-        if not isinstance(strategy, ZeROStrategy) or engine is None:
-            self.predict = False
-            return
-        chosen, mesh = strategy.settings, engine.comm.mesh
-        settings: dict[str, Any] = {
-            "num_microbatches": trainer.accumulate_grad_batches,
-            "shard": mesh.shard.size if mesh.replicate.size > 1 else "all",
-            "shares_memory": engine.comm.transport.reads_peers,
-        }
-        for given, what in ((batch, "activations"), (None, "memory")):
-            try:
-                subject = ModelPlan.of_engine(
-                    engine,
-                    [internals.unwrapped(optimizer) for optimizer in trainer.optimizers],
-                    precision=str(strategy.precision_plugin.precision),
-                    batch=given,
-                )
-                self.predicted = estimate_of(
-                    subject,
-                    chosen.stage,
-                    mesh.data.size,
-                    rank=mesh.data.rank,
-                    offload=engine.sharded.settings.offload,
-                    **settings,
-                )
-                self._subject = subject.describe()
-                return
-            except ValueError as error:
-                rank_zero_warn(f"MemoryMonitor cannot predict {what}: {error}")
-        self.predict = False
-
-    @property
-    def differences(self) -> list[str]:
-        """One sentence for each kind whose bytes between steps differ from the prediction."""
-        if self.predicted is None or not self._own:
-            return []
-        found = {k: self._own.get(k, 0) - count for k, count in self.predicted.rests.items()}
-        return [
-            f"{kind}: {format_bytes(abs(n))} {'more' if n > 0 else 'less'} than predicted."
-            for kind, n in found.items()
-            if n
-        ]
 
     # -- what is shown ---------------------------------------------------------------------------
 
@@ -209,24 +133,14 @@ class MemoryMonitor(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._is_logged:
             self.on_train_epoch_end(trainer, pl_module)
-        if self._own:
-            # Since the last measurement, hooks of the module may have changed what is held.
-            self._own = {**held_by(trainer), _STAGING: self._own.get(_STAGING, 0)}
-        if (engine := _engine_of(trainer)) is not None:
-            self.times = engine.comm.transport.ledger.total_times
         rank_zero_info(self.text(trainer.world_size))
         if self.report is not None and trainer.is_global_zero:
-            write_report(
-                self.report,
-                subject=self._subject,
-                measured=self.measured,
-                held=self._own,
-                predicted=self.predicted,
-                times=self.times,
-            )
+            self.report.mkdir(parents=True, exist_ok=True)
+            facts = {"measured": self.measured, "times": self.times._asdict()}
+            (self.report / "memory.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     def text(self, world_size: int) -> str:
-        """Return the tables of measured and predicted bytes."""
+        """Return the table of measured bytes."""
         totals: dict[str, dict[str, int | None]] = {}
         before = 0
         for point, kinds in self.measured.items():
@@ -240,38 +154,12 @@ class MemoryMonitor(Callback):
         ]
         if self.times.seconds:
             lines.append(f"On this rank, {self.times.describe()}")
-        return "\n".join([*lines, *self._explained()])
-
-    def _explained(self) -> list[str]:
-        if self.predicted is None or not self._own:
-            return []
-        lines = [
-            "This rank between steps, predicted and measured:",
-            rest_table({"predicted": self.predicted.rests, "measured": self._own}),
-            *self.differences,
-        ]
-        of_steps = [one.host for one in self.predicted.snapshots if one.phase == "step"]
-        if staged := max((host.get("staging", 0) for host in of_steps), default=0):
-            lines.append(
-                f"The optimizer's step was predicted to stage at most {format_bytes(staged)} on the"
-                f" host; it staged {format_bytes(self._own.get(_STAGING, 0))}."
-            )
-        peak = self.predicted.peak
-        lines.append(
-            f"Predicted peak within a step: {format_bytes(peak.total)}, {peak.label}: "
-            + ", ".join(f"{k} {format_bytes(n)}" for k, n in peak.kinds.items() if n)
-            + "."
-        )
-        return lines
+        return "\n".join(lines)
 
 
 def _zeros() -> Tensor:
     """Return bytes ``[points, rows]``, as exact integers."""
     return torch.zeros(len(POINTS), len(_ROWS), dtype=torch.int64)
-
-
-def _engine_of(trainer: pl.Trainer) -> Engine | None:
-    return trainer.strategy.engine if isinstance(trainer.strategy, ZeROStrategy) else None
 
 
 def held_by(trainer: pl.Trainer) -> dict[str, int]:

@@ -20,9 +20,8 @@ from typing_extensions import override
 
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.fabric import ShardedPrecision
-from lightning_zero.optimizer import FindPiece, LossScaler, clip, pieces_of
-from lightning_zero.parameters import Piece
+from lightning_zero.fabric import ShardedPrecision, grads_of
+from lightning_zero.optimizer import FindPiece, LossScaler, clip
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -122,7 +121,7 @@ class ZeROPrecision(ShardedPrecision, Precision):
         skipped_backward = closure_result is None and model.automatic_optimization
         found_inf = False
         if not skipped_backward:
-            found_inf = clip.unscale(self._pieces_of(optimizer), self._ranks, self.scaler.scale)
+            found_inf = self.unscaled(optimizer, self._find_piece(), self._ranks)
         self._after_closure(model, optimizer)
         if skipped_backward:
             return closure_result
@@ -134,17 +133,16 @@ class ZeROPrecision(ShardedPrecision, Precision):
         if nn.utils.clip_grad_norm_ is not nn.utils.clip_grad.clip_grad_norm_:
             super().clip_grad_by_norm(optimizer, clip_val)  # patched by the user: whole gradients
         else:
-            clip.clip_by_norm(self._pieces_of(optimizer), self._ranks, clip_val)
+            pieces, others = grads_of(optimizer, self._find_piece())
+            clip.clip_by_norm(pieces, self._ranks, clip_val, others=others)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         if nn.utils.clip_grad_value_ is not nn.utils.clip_grad.clip_grad_value_:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            clip.clip_by_value(self._pieces_of(optimizer), clip_val)
-
-    def _pieces_of(self, optimizer: Optimizer) -> list[Piece]:
-        return pieces_of(optimizer, self._find_piece())
+            pieces, others = grads_of(optimizer, self._find_piece())
+            clip.clip_by_value(pieces, clip_val, others)
 
     @property
     def _ranks(self) -> Communicator:

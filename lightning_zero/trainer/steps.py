@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,6 +20,25 @@ from lightning_zero.trainer.ranks import RankStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+class NoSync:
+    """``trainer.model.no_sync``: backward passes within its context send no gradients."""
+
+    def __init__(self, strategy: SteppingStrategy) -> None:
+        self._strategy = weakref.ref(strategy)
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Return the context; outside of a run it does nothing."""
+        strategy = self._strategy()
+        engine = None if strategy is None else strategy.engine
+        return nullcontext() if engine is None else engine.no_sync()
+
+    def __deepcopy__(self, memo: Any) -> NoSync:
+        return self
+
+    def __reduce__(self) -> Any:
+        return nullcontext, ()  # a copy in another process belongs to no run
 
 
 class SteppingStrategy(RankStrategy):
@@ -51,6 +71,13 @@ class SteppingStrategy(RankStrategy):
         super(SteppingStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
         for wrapper in self._lightning_optimizers:
             follow(wrapper, internals.unwrapped(wrapper))
+
+    def _act_as_wrapper(self, module: pl.LightningModule) -> Iterator[str]:
+        """Give the module what DDP's wrapper, ``trainer.model``, has; yield the names."""
+        for name, value in (("module", module), ("no_sync", NoSync(self))):
+            if not hasattr(module, name):
+                vars(module)[name] = value
+                yield name
 
     @property
     def _open_engine(self) -> Engine | None:

@@ -32,10 +32,9 @@ from lightning_zero.plan import (
     UnitPolicy,
     refuses_others,
 )
-from lightning_zero.trainer import internals
+from lightning_zero.trainer import deepspeed_config, internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_averages
 from lightning_zero.trainer.checkpointing import SavingStrategy
-from lightning_zero.trainer.deepspeed_config import Demands
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import Run, callbacks_of, facts_of
 from lightning_zero.trainer.signals import Signals
@@ -212,7 +211,8 @@ class ZeROStrategy(SavingStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         self.config.check_precision(str(self.precision_plugin.precision))
         if is_fitting:
-            Demands(self.config, trainer, module).act(self.precision_plugin.scaler)
+            scaler = self.precision_plugin.scaler
+            deepspeed_config.apply(self.config, trainer, module, scaler)
         if run.comm.mesh.tensor is not None:
             refuse_averages(callbacks_of(trainer))
             self._make_local(module)
@@ -260,6 +260,8 @@ class ZeROStrategy(SavingStrategy):
         )
         self.precision_plugin.attach(self.engine)
         self.model = module
+        for name in self._act_as_wrapper(module):
+            self._current.stand_ins.callback(vars(module).pop, name, None)
 
     @override
     def model_to_device(self) -> None:
@@ -268,12 +270,13 @@ class ZeROStrategy(SavingStrategy):
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        demands = Demands(self.config, trainer, self._module)
-        if optimizers := demands.optimizers():
+        if optimizers := deepspeed_config.optimizers_of(self.config, self._module):
             self.optimizers, self.lr_scheduler_configs = optimizers, []
         else:
             super().setup_optimizers(trainer)
-        self.lr_scheduler_configs = demands.schedulers(self.optimizers, self.lr_scheduler_configs)
+        self.lr_scheduler_configs = deepspeed_config.schedulers_of(
+            self.config, trainer, self.optimizers, self.lr_scheduler_configs
+        )
         assert self.engine is not None
         for optimizer in self.optimizers:
             self.engine.adopt(internals.unwrapped(optimizer))

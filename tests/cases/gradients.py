@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -628,6 +629,15 @@ class Accumulating(Adversaries):
                 optimizer.zero_grad()
 
 
+class Unsynced(Accumulating):
+    """Does without messages in every other batch, by what DDP's wrapper has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.trainer.model.module is self
+        with self.trainer.model.no_sync() if batch_idx % 2 == 0 else nullcontext():
+            super().training_step(batch, batch_idx)
+
+
 class Toggled(Adversaries):
     """Accumulates with `toggled_optimizer(sync_grad=...)`, as Lightning's guide does."""
 
@@ -770,7 +780,7 @@ class Unsent(Adversaries):
 
 
 PLENTY: dict[str, Any] = {"data": lambda: (rows(32),), "ddp": UNUSED, "ulps": 64}
-for module in (Toggling, Frequencies, Accumulating, Toggled, ToggledLate, Plain):
+for module in (Toggling, Frequencies, Accumulating, Unsynced, Toggled, ToggledLate, Plain):
     case("manual optimization", module, **PLENTY)
 for module in (Toggling, Plain):  # no unit's hooks tell when a backward pass begins
     case(

@@ -114,7 +114,6 @@ def test_estimate_explains_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert text.count("\npeak: the largest total at one instant") == 1
     assert "\nsaved: how much lower the peak is than that of ddp." in text
-    assert "\nzero1 and zero2 need the same memory here." in text
     alone = said(capsys, "estimate", "1B", "--stages", "2", "3")[1]
     assert "than that of zero2." in alone
     assert "zero1" not in alone

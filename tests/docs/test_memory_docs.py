@@ -53,4 +53,4 @@ def test_the_page_says_what_is_printed() -> None:
 def test_the_callback_block_runs(ranks: Pools, tmp_path: Path) -> None:
     (text,) = [t for language, t in blocks() if language == "python" and "Trainer" in t]
     ranks(1).run(run_here, text, cwd=tmp_path)
-    assert (tmp_path / "memory" / "memory.html").exists()
+    assert (tmp_path / "memory" / "memory.json").exists()

@@ -17,19 +17,15 @@ from lightning_zero.comm import default_world_size
 from lightning_zero.engine import Engine
 from lightning_zero.memory import (
     Estimate,
-    Limits,
     ModelPlan,
     Offload,
-    advise,
     compare,
     estimate_of,
-    format_bytes,
     named_offloads,
 )
 from lightning_zero.optimizer import staging
 from lightning_zero.plan import RECIPES, Settings
 from lightning_zero.tensors import RING_BYTES, StagingMemory
-from tests.oracle.command import run
 from tests.oracle.device import beside_the_host
 from tests.oracle.ranks import Pools
 
@@ -226,135 +222,13 @@ def test_columns_have_the_strategies_names() -> None:
     assert estimate(P, Settings(offload=Offload("nvme"))).name == "zero3, optimizer on nvme"
 
 
-def test_advice_comes_to_offload_last() -> None:
-    subject = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cuda"))
-    stages = compare(subject, (0, 1, 2, 3), [8], offloads=named_offloads("cpu"))
-    assert advise(subject, stages, Limits(20 * 10**9 + 10**6)).startswith("On 8 ranks, zero3 fits:")
-    tight = Limits(10 * 10**9, host_memory=200 * 10**9)
-    text = advise(subject, stages, tight)
-    assert "On 8 ranks, nothing fits: zero3 needs 20.0 GB, but a device has 10.0 GB." in text
-    assert " zero3_offload would fit" in text
-    assert "with 22.5 GB of host memory per rank." in text
-    small_host = Limits(10 * 10**9, host_memory=100 * 10**9)
-    text = advise(subject, stages, small_host)
-    assert "zero3_nvme would fit" in text
-    assert "5.00 GB of host memory and 15.0 GB in files per rank." in text
-    none = advise(subject, stages, Limits(10 * 10**9, host_memory=10**9))
-    assert "would fit" not in none
-
-
-def test_advice_on_a_cpu_counts_what_is_staged() -> None:
-    with torch.device("meta"):
-        module = nn.Sequential(*[nn.Linear(2000, 2000) for _ in range(40)])
-    subject = ModelPlan(module, optimizer=torch.optim.AdamW, device=torch.device("cpu"))
-    (found,) = compare(subject, (), [1], offloads=named_offloads("nvme"))
-    most = found.device_peak
-    assert most == found.host_peak > found.peak.total
-    stages = compare(subject, (3,), [1])
-    assert f"zero3_nvme would fit: at most {format_bytes(most)}" in advise(subject, stages, most)
-    assert "nvme" not in advise(subject, stages, most - 1)
-
-
-def test_what_does_not_step_unit_by_unit_is_refused_and_not_advised() -> None:
+def test_what_does_not_step_unit_by_unit_is_refused() -> None:
     subject = ModelPlan(
         lambda: nn.Linear(64, 40), optimizer="adafactor", device=torch.device("cuda")
     )
-    for how in ({"offload": "cpu"}, {"offload": "nvme"}, {"stochastic_rounding": True}):
+    for medium in ("cpu", "nvme"):
         with pytest.raises(ValueError, match=r"Adafactor .*numbers when it steps unit by unit"):
-            estimate_of(subject, 3, 2, **how)  # type: ignore[arg-type]
-    assert "would fit" not in advise(subject, compare(subject, (3,), [2]), 10)
-
-
-def test_advice_knows_the_host() -> None:
-    on_cuda = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cuda"))
-    stages = compare(on_cuda, (3,), [8])
-    assert stages[0].host_peak == 0
-    text = advise(on_cuda, stages, Limits(24 * 10**9, 300 * 10**9))
-    assert "zero3 fits" in text
-    assert "8 ranks of a node hold 40.0 GB of host memory each, but a node has 300 GB" in text
-    assert "Before setup" not in advise(on_cuda, stages, Limits(24 * 10**9, 300 * 10**9, 4))
-    # On a CPU the device's memory is the host's.
-    on_cpu = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cpu"))
-    stages = compare(on_cpu, (3,), [8])
-    assert stages[0].host_peak == stages[0].peak.total
-    text = advise(on_cpu, stages, Limits(24 * 10**9, 100 * 10**9))
-    assert "zero3 needs 160 GB of host memory per node, but a node has 100 GB." in text
-
-
-def test_command_predicts_offload(capsys: Any, tmp_path: Any) -> None:
-    code, out, _ = run(
-        capsys, "10B", "--precision", "bf16-mixed", "--offload", "cpu", "nvme", "--stages", "3",
-        "--device-memory", "6GB", "--host-memory", "1TB", "--report", str(tmp_path),
-        "--device", "cuda",
-    )  # fmt: skip
-    assert code == 0
-    assert "zero2_offload, 8 ranks  zero3_offload, 8 ranks  zero3_nvme, 8 ranks" in out
-    assert (
-        "zero3_nvme, 8 ranks: 8 per node, which need 40.0 GB of host memory in a step and 120 GB"
-        in out
-    )
-    assert " zero3_offload would fit" in out
-    page = (tmp_path / "memory.html").read_text()
-    assert "host states" in page
-    assert "disk states" in page
-
-
-def test_command_tells_where_activations_wait(capsys: Any, tmp_path: Path) -> None:
-    """Also with advice, which does not try files on a device that would be the host."""
-    layers = ", ".join(["nn.Linear(1024, 1024), nn.Tanh()"] * 4)
-    (tmp_path / "layers.py").write_text(
-        f"from torch import nn\nclass Layers(nn.Sequential):\n"
-        f"    def __init__(self):\n        super().__init__({layers})\n"
-    )
-    words = [f"{tmp_path / 'layers.py'}:Layers", "--batch", "float32[512,1024]", "--stages", "3"]
-    words += ["--optimizer", "adamw", "--set", "activation_offload=True", "--device-memory", "1KB"]
-    code, out, error = run(capsys, *words)
-    assert (code, error) == (0, "")
-    assert re.search(r"^host staging .* MB$", out, re.MULTILINE)
-    assert re.search(
-        r"zero3, 8 ranks: 8 per node, which need [\d.]+ MB of host memory in a step", out
-    )
-    assert "nothing fits" in out
-
-
-def test_command_knows_the_nodes_of_a_configuration(capsys: Any, tmp_path: Any) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("trainer: {devices: 4, num_nodes: 2, precision: bf16-mixed}\n")
-    words = [str(config), "--model", "torch.nn:Linear", "--args", "in_features=8"]
-    words += ["out_features=8", "--offload", "cpu", "--stages", "3"]
-    for more, on_node in (([], 4), (["--ranks-per-node", "2"], 2), (["--ranks", "2"], 2)):
-        code, out, _ = run(capsys, *words, *more)
-        assert code == 0
-        assert f" ranks: {on_node} per node, which need" in out
-
-
-def test_command_reads_the_offload_of_a_configuration(capsys: Any, tmp_path: Any) -> None:
-    config = tmp_path / "config.yaml"
-    files = "offload_optimizer: nvme, offload_weights: nvme, offload_path: /a"
-    config.write_text(
-        "trainer: {devices: 2, strategy: {class_path: lightning_zero.ZeROStrategy, init_args:"
-        f" {{stage: 3, {files}}}}}}}\n"
-    )
-    words = [str(config), "--model", "torch.nn:Linear", "--args", "in_features=8"]
-    code, out, _ = run(capsys, *words, "out_features=8")
-    assert code == 0
-    assert "zero3_nvme, 2 ranks: 2 per node, which need" in out
-    assert "disk states" in out
-    assert "Not read" not in out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["10B", "--host-memory", "1TB"], "only with --device-memory"),
-        (["10B", "--ranks-per-node", "0"], "Expected ranks_per_node >= 1, got 0."),
-    ],
-)
-def test_command_names_a_mistake(capsys: Any, words: list[str], message: str) -> None:
-    code, _, err = run(capsys, *words)
-    assert code == 1
-    assert message in err
-    assert len(err.splitlines()) == 1
+            estimate_of(subject, 3, 2, offload=medium)
 
 
 MIXED = RECIPES["bf16-mixed"]
@@ -390,7 +264,13 @@ def beside_a_run(folder: str, stage: int, medium: str) -> list[tuple[Any, Any]]:
             optimizer=lambda all_: torch.optim.Adam([p for p in all_ if p.requires_grad]),
             device="cpu",
         )
-    pairs = [(held.get(row, 0), count) for row, count in found.rests.items()]
+    rests = {
+        **found.resting,
+        **{f"host {kind}": count for kind, count in found.snapshots[-1].host.items()},
+        **{f"disk {kind}": count for kind, count in found.disk.items()},
+    }
+    del rests["host staging"]
+    pairs = [(held.get(row, 0), count) for row, count in rests.items()]
     return [*pairs, (staged, found.host["staging"])]
 
 

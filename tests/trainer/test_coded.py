@@ -18,7 +18,6 @@ def test_a_trainer_sends_a_quarter_and_resumes(ranks: Pools, tmp_path: Path) -> 
     plain = ranks(2).run(observe, str(tmp_path / "plain"), {})[0]
     coded = ranks(2).run(observe, str(tmp_path / "coded"), CODED)
     for one in coded:
-        assert one["differs"] == []
         assert one["sent"] == {verb: sent * 17 // 64 for verb, sent in plain["sent"].items()}
         assert one["losses"] == pytest.approx(plain["losses"], rel=0.02)
         assert one["losses"] != plain["losses"]

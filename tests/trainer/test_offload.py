@@ -59,7 +59,7 @@ def test_resumed_with_and_without_files(
     ranks(num_ranks).run(resumed_all_ways, str(tmp_path), precision)
 
 
-def reported(folder: str, stage: int) -> tuple[list[str], dict[str, int], str]:
+def reported(folder: str, stage: int) -> tuple[dict[str, int], str]:
     monitor = MemoryMonitor(report=f"{folder}/report")
     strategy = ZeROStrategy(
         stage,
@@ -73,21 +73,17 @@ def reported(folder: str, stage: int) -> tuple[list[str], dict[str, int], str]:
     assert read.bytes > 0
     assert 0 < times.waiting_share < times.stepping_share < 1
     assert monitor.times.bytes_read == (STEPS - 1) * read.bytes
-    return monitor.differences, monitor.measured["step"], monitor.text(world())
+    return monitor.measured["step"], monitor.text(world())
 
 
-def test_the_monitor_finds_what_is_predicted(ranks: Pools, tmp_path: Path) -> None:
+def test_the_monitor_shows_files_and_times(ranks: Pools, tmp_path: Path) -> None:
     for stage in (2, 3):
-        differences, measured, text = ranks(2).run(reported, str(tmp_path), stage)[0]
-        assert differences == []
+        measured, text = ranks(2).run(reported, str(tmp_path), stage)[0]
         assert measured["states"] == measured["master"] == 0
         assert measured["disk states"] > 0
         assert measured["disk master"] > 0
         assert "disk states" in text
         assert "of the time was spent in optimizer steps on the host" in text
-    page = (tmp_path / "report" / "memory.html").read_text()
-    assert "disk states" in page
-    assert "of the time was spent in optimizer steps on the host" in page
     facts = json.loads((tmp_path / "report" / "memory.json").read_text())
     assert facts["times"]["bytes_read"] > 0
 
@@ -136,7 +132,7 @@ def test_a_torn_step_is_neither_saved_for_its_exception_nor_made_whole(
 # ---------------------------------------------------------------------------- host memory
 
 
-def on_host(folder: str, name: str, precision: str) -> tuple[list[str], dict[str, int]]:
+def on_host(folder: str, name: str, precision: str) -> dict[str, int]:
     """Resumes beside a host from a run without, and the other way round."""
     stage = "zero2" if "2" in name else "zero3"
 
@@ -155,13 +151,12 @@ def on_host(folder: str, name: str, precision: str) -> tuple[list[str], dict[str
         path = f"{folder}/device.ckpt"
         found = fit(offloaded(), folder, monitor, path=path, precision=precision).state_dict()
     assert all(torch.equal(value, whole[key]) for key, value in found.items())
-    return monitor.differences, monitor.measured["step"]
+    return monitor.measured["step"]
 
 
 @pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload", "states alone"])
 def test_states_on_the_host(ranks: Pools, tmp_path: Path, name: str) -> None:
-    for differences, held in ranks(2).run(on_host, str(tmp_path), name, "bf16-mixed"):
-        assert differences == []
+    for held in ranks(2).run(on_host, str(tmp_path), name, "bf16-mixed"):
         assert held["states"] == held["master"] == 0
         assert held["host states"] > 0
         assert held["host master"] > 0
@@ -194,11 +189,10 @@ def on_a_laptop(folder: str) -> None:
         strategy = given if isinstance(given, str) else ZeROStrategy(**given)
         path = f"{folder}/{name}.ckpt"
         with messages() as said:
-            found = fit(strategy, folder, monitor := MemoryMonitor(), Stop(path, 3))
+            found = fit(strategy, folder, Stop(path, 3))
         assert "".join(said).count("the device is the host, so nothing moves") == (
             os.environ["RANK"] == "0"
         )
-        assert monitor.differences == []
         strategy = given if isinstance(given, str) else ZeROStrategy(**given)
         resumed = fit(strategy, folder, path=path)
         for module in (found, resumed):

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_zero import MemoryMonitor, ZeROStrategy
+from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import Rows, make_trainer, world
 from tests.oracle.own_optimizers import ByNumber, GroupCounting, Nested, Own, SelfCounting
 from tests.oracle.ranks import Pools
@@ -96,11 +96,9 @@ def test_resumed_with_and_without_files(ranks: Pools, tmp_path: Path, num_ranks:
 
 def counted(folder: str) -> None:
     """It counts before its closure."""
-    monitor = MemoryMonitor()
-    found = fit(SelfCounting, folder, monitor)
+    found = fit(SelfCounting, folder)
     assert_equal(found, fit(SelfCounting, folder, files=False))
     assert found[1][0]["k"] == "4"
-    assert monitor.differences == []
 
 
 def test_what_is_counted_before_the_closure(ranks: Pools, tmp_path: Path) -> None:

@@ -286,18 +286,18 @@ def test_other_settings_beside_it(
 def _monitored(folder: str, strategy: dict[str, Any]) -> Any:
     monitor = MemoryMonitor()
     fit(folder, strategy, callbacks=[monitor], max_steps=2)
-    assert monitor.predicted is not None
-    return monitor.differences, monitor.predicted.resting
+    return monitor.measured["step"]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_predicted_bytes_are_measured(ranks: Pools, tmp_path: Path, stage: int) -> None:
     cut = {"stage": stage, **CUT}
     found = ranks(4).run(_monitored, str(tmp_path), cut)
-    for rank, (differences, within) in enumerate(found):
-        assert differences == []
-        before = estimate(Model(), ZeROStrategy(**cut), world_size=4, rank=rank)
-        assert before.resting == within
+    predicted = [
+        estimate(Model(), ZeROStrategy(**cut), world_size=4, rank=rank).resting for rank in range(4)
+    ]
+    for kind in predicted[0]:
+        assert found[0][kind] == max(one[kind] for one in predicted), kind
     with pytest.raises(ValueError, match="Activations are not counted with tensor_parallel_size"):
         estimate(Model(), ZeROStrategy(**cut), world_size=4, batch=torch.zeros(1))
 

@@ -6,8 +6,6 @@ with messages. Only ``comm`` knows of it: masters change only while no rank read
 window            memory that peers have mapped
 shared_memory     the transport: a gather is a copy, a reduction a sum over the peers' buffers,
                   in windows that are reused once peers have read them
-dry_shared_memory the transport in a dry run
 """
 
-from lightning_zero.comm.one_host.dry_shared_memory import DrySharedMemory
 from lightning_zero.comm.one_host.shared_memory import SharedMemory

@@ -1,4 +1,4 @@
-"""The engine holds in a replay what it holds in training, whatever calls a step is made of."""
+"""A walk through a step finds what the engine holds in it, whatever calls the step is made of."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def measure(model: nn.Module, units: Any, settings: dict[str, Any]) -> dict[str,
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_replay_holds_what_training_holds(ranks: Any, name: str) -> None:
+def test_a_walk_finds_what_training_holds(ranks: Any, name: str) -> None:
     measured = ranks(2).run(measure_all, name)[0]
     for chosen, held in measured.items():
         cut = cuts(name)[chosen]
@@ -121,4 +121,8 @@ def test_replay_holds_what_training_holds(ranks: Any, name: str) -> None:
             Calls(**MODELS[name]), Settings(units=UNITS[cut], **SETTINGS[chosen]), world_size=2,
             optimizer="sgd", batch=torch.ones(4, WIDTH), step=loss_of,
         )  # fmt: skip
-        assert {kind: found.most[kind] for kind in held} == held, (cut, chosen)
+        predicted = {kind: found.most[kind] for kind in held}
+        if chosen == "coded":
+            assert predicted == pytest.approx(held, rel=0.1), cut
+        else:
+            assert predicted == held, (cut, chosen)

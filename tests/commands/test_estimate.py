@@ -1,0 +1,272 @@
+"""``lightning-zero estimate``: which model it finds, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from lightning_zero.memory import parse_bytes
+from tests.oracle.command import run
+from tests.oracle.launch import run_python
+from tests.oracle.ranks import ROOT
+
+GPT = f"{ROOT}/examples/train_gpt.py:GPT"
+
+
+def test_command_on_a_number(capsys: Any) -> None:
+    code, out, _ = run(capsys, "10B", "--ranks", "8", "--precision", "bf16-mixed",
+                       "--device-memory", "80GB")  # fmt: skip
+    assert code == 0
+    row = next(line for line in out.splitlines() if line.startswith("model states"))
+    assert re.findall(r"[\d.]+ GB", row) == ["160 GB", "40.0 GB", "40.0 GB", "20.0 GB"]
+    assert "On 8 ranks, zero1 fits" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("10B --device-memory 80GB", 'Trainer(strategy="zero1", devices=8), after'),
+        ("10B --device-memory 200GB", 'Trainer(strategy="ddp", devices=8).'),
+        ("10B --ranks 2 64 --device-memory 16GB", '"zero3", devices=64), after'),
+        (
+            "10B --set shard=4 reshard_after_forward=False --accumulate-grad-batches 2",
+            "Trainer(strategy=ZeROStrategy(3, shard=4, reshard_after_forward=False), devices=8,"
+            " accumulate_grad_batches=2), after",
+        ),
+        (
+            "10B --set shard=4 reshard_after_forward=False --device-memory 80GB",
+            "ZeROStrategy(1, shard=4), devices=8), after",
+        ),
+    ],
+)
+def test_the_last_line_is_what_to_write(capsys: Any, words: str, expected: str) -> None:
+    code, out, error = run(capsys, *words.split())
+    assert (code, error) == (0, "")
+    last = out.splitlines()[-1]
+    assert last.startswith("To train with ")
+    assert expected in last
+
+
+def test_nothing_is_to_be_written_if_nothing_fits(capsys: Any) -> None:
+    _, out, _ = run(capsys, "10B", "--device-memory", "1GB")
+    assert "To train" not in out
+
+
+def test_command_on_a_class_with_a_batch(capsys: Any, tmp_path: Path) -> None:
+    code, out, _ = run(
+        capsys, GPT, "--args", "width=64", "depth=2", "--optimizer", "adamw", "--ranks", "1", "2",
+        "--batch", "int64[2,129]", "--stages", "0", "3", "--report", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0
+    assert "activations" in out
+    assert "zero3, 2 ranks" in out
+    assert "zero1" not in out
+    assert "GPT, 124,672 parameters, 32-true, AdamW, batch int64[2,129]" in out
+    assert (tmp_path / "memory.json").exists()
+    assert (tmp_path / "memory.svg").exists()
+
+
+def test_command_counts_activation_checkpointing(capsys: Any) -> None:
+    words = [GPT, "--args", "width=128", "depth=6", "--optimizer", "adamw", "--ranks", "2",
+             "--batch", "int64[2,129]", "--stages", "3"]  # fmt: skip
+    found = []
+    for more in ([], ["--set", "activation_checkpointing=True"]):
+        code, out, _ = run(capsys, *words, *more)
+        assert code == 0
+        row = next(line for line in out.splitlines() if line.startswith("activations"))
+        found.append(parse_bytes(row.removeprefix("activations").strip()))
+    assert 0 < found[1] < 0.8 * found[0]
+
+
+def test_command_on_a_configuration(capsys: Any) -> None:
+    code, out, _ = run(capsys, f"{ROOT}/examples/zero3.yaml", "--model", GPT, "--optimizer", "sgd")
+    assert code == 0
+    assert "zero3, 2 ranks" in out
+    assert "842,496 parameters, 32-true" in out
+
+
+def test_command_reads_what_a_configuration_gives_the_strategy(capsys: Any, tmp_path: Path) -> None:
+    def unreduced(more: str, *words: str) -> int:
+        config = tmp_path / "config.yaml"
+        config.write_text(
+            "trainer:\n  devices: 2\n  accumulate_grad_batches: 4\n  strategy:\n"
+            f"    class_path: lightning_zero.ZeROStrategy\n    init_args: {{stage: 3{more}}}\n"
+        )
+        code, out, _ = run(
+            capsys, str(config), "--model", GPT, "--optimizer", "sgd", "--stages", "3", *words
+        )
+        assert code == 0
+        row = next(line for line in out.splitlines() if line.startswith("unreduced"))
+        return parse_bytes(row.removeprefix("unreduced").strip())
+
+    # All units' gradients wait for the last microbatch.
+    least, most = unreduced(""), unreduced(", accumulate: local")
+    assert most > 1.2 * least
+    assert unreduced("", "--set", "accumulate=local") == most
+    assert unreduced(", units: [torch.nn.Linear]") < least
+    config = tmp_path / "deepspeed.yaml"
+    config.write_text(
+        "trainer: {devices: 2, strategy: {class_path: lightning_zero.ZeROStrategy, init_args:"
+        " {config: {zero_optimization: {stage: 3, mics_shard_size: 2}}}}}\n"
+    )
+    code, _, err = run(capsys, str(config), "--model", GPT, "--set", "shard=1")
+    assert code == 1
+    assert "shard=1 contradicts the DeepSpeed configuration, which sets 2" in err
+    config.write_text(
+        "trainer: {strategy: {class_path: My, init_args: {accumulate: local}}}\nmodel: {}\n"
+    )
+    code, out, _ = run(capsys, str(config), "--model", GPT, "--optimizer", "sgd")
+    assert code == 0
+    assert "Ignored the arguments of My." in out
+    config.write_text("trainer: {devices: 2, strategy: zero3_nvme}\n")
+    code, out, _ = run(capsys, str(config), "--model", GPT, "--optimizer", "sgd", "--stages", "3")
+    assert code == 0
+    assert "zero3_nvme, 2 ranks" in out
+
+
+def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    numel = sum(p.numel() for p in transformers.LlamaForCausalLM(config).parameters())
+    code, out, _ = run(capsys, str(tmp_path), "--batch", "input_ids=int64[2,16]",
+                       "labels=int64[2,16]")  # fmt: skip
+    assert code == 0
+    head = f"LlamaForCausalLM, {numel:,} parameters, 32-true, AdamW, batch int64[2,16] int64[2,16]"
+    assert out.startswith(f"{head}\n")
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 2}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        ({"model_type": "llama"}, "LlamaModel"),
+        ({"model_type": "bert", "architectures": None}, "BertModel"),
+        ({"model_type": "gpt2", "architectures": [], "n_embd": 32, "n_layer": 1}, "GPT2Model"),
+        ({"model_type": "vit"}, "ViTModel"),
+    ],
+)
+def test_command_on_a_configuration_without_architectures(
+    capsys: Any, tmp_path: Path, facts: dict[str, Any], name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, **facts}))
+    code, out, _ = run(capsys, str(tmp_path))
+    assert code == 0
+    model = getattr(transformers, name)(transformers.AutoConfig.from_pretrained(tmp_path))
+    numel = sum(p.numel() for p in model.parameters())
+    assert out.startswith(f"{name}, {numel:,} parameters")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "nothing"}', "model type `nothing`"),
+        ("{}", "Should have a `model_type` key"),
+        ("[1]", "no attribute 'get'"),
+        ("{", "Expecting property name"),
+        ('{"model_type": "gpt2", "architectures": ["Mine"]}', "`architectures` ['Mine']"),
+    ],
+)
+def test_command_names_what_a_configuration_lacks(
+    capsys: Any, tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    code, _, err = run(capsys, str(tmp_path))
+    assert code == 1
+    assert words in err
+    assert f"{tmp_path}/config.json" in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nonsense"], "Expected a number of parameters (10B), an import path"),
+        (["no.such:Model"], "Expected a module that can be imported in 'no.such:Model'"),
+        (["torch.nn:Nothing"], "Expected a class of torch.nn in 'torch.nn:Nothing'"),
+        (["gone.py:Model"], "there is no file gone.py"),
+        (["gone.yaml"], "found nothing at gone.yaml"),
+        ([f"{ROOT}/examples/zero3.yaml"], "has no `model.class_path`"),
+        ([GPT], "configure_optimizers does not run without a Trainer"),
+        (["10B", "--optimizer", "adamm"], "Expected an optimizer of torch.optim"),
+        (["10B", "--ranks", "0"], "Expected world_size >= 1, got 0."),
+        (["10B", "--batch", "int64[2]"], "A number of parameters has no activations"),
+        (["10B", "--batch", "int65[2]"], "Expected a batch such as int64[4,128]"),
+        (["10B", "--device-memory", "big"], "Expected a number of bytes such as '80GB'"),
+        (["10B", "--set", "shards=2"], "ZeROStrategy has no argument 'shards'."),
+        (["10B", "--set", "prefetch=-1"], "Expected prefetch to be a number of units >= 0, got"),
+        ([GPT, "--args", "width"], "Expected arguments as name=value, got 'width'."),
+    ],
+)
+def test_command_names_a_mistake(capsys: Any, words: list[str], message: str) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 1
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_command_predicts_offload(capsys: Any) -> None:
+    code, out, _ = run(
+        capsys, "10B", "--precision", "bf16-mixed", "--offload", "cpu", "nvme", "--stages", "3",
+        "--device-memory", "6GB", "--device", "cuda",
+    )  # fmt: skip
+    assert code == 0
+    assert "zero2_offload, 8 ranks  zero3_offload, 8 ranks  zero3_nvme, 8 ranks" in out
+    assert "On 8 ranks, zero3_offload fits: " in out
+    assert re.search(r"^host peak .* 5.00 GB$", out, re.MULTILINE)
+
+
+# -- as a command of its own -----------------------------------------------------------------------
+
+PROJECT = {
+    "package/__init__.py": "",
+    "package/sizes.py": "SIZE = 3",
+    "package/module.py": """
+from torch import nn
+from package.sizes import SIZE
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(SIZE, SIZE)
+""",
+    "one/sibling.py": "SIZE = 4",
+    "one/model.py": "from torch import nn\nfrom sibling import SIZE\n"
+    "class Net(nn.Linear):\n    def __init__(self):\n        super().__init__(SIZE, SIZE)\n",
+    "one/json.py": "from torch import nn\nclass Net(nn.Linear):\n    def __init__(self):\n"
+    "        super().__init__(5, 5)\n",
+    "config.yaml": "model: {class_path: package.module.Net}\ntrainer: {devices: 2}\n",
+}
+COMMAND = (
+    "import sys; sys.path[0] = {bin!r}; from lightning_zero.commands import main;"
+    " sys.exit(main(sys.argv[1:]))"
+)
+"""As a console script: its own folder comes first on the path, not the working directory."""
+
+
+@pytest.mark.parametrize(
+    ("source", "numel"),
+    [
+        ("package.module:Net", 12),
+        ("config.yaml", 12),
+        ("one/model.py:Net", 20),
+        ("one/json.py:Net", 30),
+    ],
+)
+def test_a_project_that_is_not_installed_is_found(tmp_path: Path, source: str, numel: int) -> None:
+    for name, text in PROJECT.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    script = COMMAND.format(bin=str(Path(sys.executable).parent))
+    words = ["-c", script, "estimate", source, "--optimizer", "sgd", "--ranks", "2"]
+    out = run_python(words, cwd=tmp_path, fresh=True, env={"PYTHONPATH": str(ROOT)}).stdout
+    assert out.startswith(f"Net, {numel} parameters")
