@@ -160,7 +160,7 @@ class ModelPlan:
         still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE)}
         still["buffers"] = self._buffers
         host, disk = _resting(units, Medium.HOST), _resting(units, Medium.DISK)
-        ring = max(unit.ring for unit in units)
+        ring = max(unit.ring for unit in units) if self.has_units else 0
         if self.has_units:
             walk = Walk(
                 self.events(is_cast=True),

@@ -8,6 +8,7 @@ unit is whole, and when its gradients are reduced, follows the engine's rules (`
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,6 +136,7 @@ class Walk:
         self._gradients = 0 if is_kept else still["gradients"]
         # Shards of the last two units, on their way to the host.
         self._leaving: deque[int] = deque(maxlen=2)
+        self._note: Callable[[], None] = lambda: None
 
     def parts(self) -> list[Snapshot]:
         """Return what the rank holds in the parts of the microbatch."""
@@ -153,11 +155,9 @@ class Walk:
                 self._partial.setdefault(unit.name, unit.partial)
                 grad = nbytes if counts else 0
             parts.note(event.now + grad, event.away)
-            while event.kind is Kind.END and self._turns:
-                self._reduce(self._turns.pop(0))
-                parts.note(event.now, event.away)
+            self._note = functools.partial(parts.note, event.now, event.away)
             self._follow(event, is_backward=is_backward)
-            parts.note(event.now, event.away)
+            self._note()
         return parts.found
 
     def _held(self) -> Kinds:
@@ -196,6 +196,8 @@ class Walk:
         elif event.kind is Kind.GRAD:
             self._take(self._unit_of[self._parameters[event.parameter][0]])
         elif event.kind is Kind.END:
+            while self._turns:
+                self._reduce(self._turns.pop(0))
             self._finish()
             self._whole.clear()
             self._leaving.clear()
@@ -244,6 +246,7 @@ class Walk:
             size = unit.in_flight // self._num_shards
             self._received[size] = (self._num_shards - 1) * size
         self._under_way = unit
+        self._note()
 
     def _finish(self) -> None:
         unit, self._under_way = self._under_way, None

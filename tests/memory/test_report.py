@@ -92,7 +92,7 @@ def test_advice_names_the_least_sharding_or_what_to_try() -> None:
         assert text.startswith(f"On 2 ranks, {found.name} fits: ")
     found, text = advise(subject, stages, 10**4)
     assert found is None
-    assert text.startswith("Nothing fits: zero3 on 2 ranks needs ")
+    assert text.startswith("Nothing fits: ")
     assert "zero3 with activation_checkpointing=True needs " in text
     large = ModelPlan(10**10, precision="bf16-mixed", device=torch.device("cuda"))
     _, text = advise(large, compare(large, (3,), [2]), 24 * 10**9)

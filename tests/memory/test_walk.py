@@ -123,6 +123,6 @@ def test_a_walk_finds_what_training_holds(ranks: Any, name: str) -> None:
         )  # fmt: skip
         predicted = {kind: found.most[kind] for kind in held}
         if chosen == "coded":
-            assert predicted == pytest.approx(held, rel=0.1), cut
+            assert predicted == pytest.approx(held, rel=0.15), cut
         else:
             assert predicted == held, (cut, chosen)
