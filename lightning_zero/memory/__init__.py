@@ -28,8 +28,9 @@ from lightning_zero.memory.prediction import (
     estimate_of,
     named_offloads,
 )
-from lightning_zero.memory.report import estimate_table, table, write_report
+from lightning_zero.memory.report import draw, estimate_table, table, write_report
 from lightning_zero.memory.size import format_bytes, format_ranks, parse_bytes, parse_numel
 from lightning_zero.memory.summary import summary
 from lightning_zero.memory.terms import AWAY_ROWS, KINDS
+from lightning_zero.memory.walk import Walk
 from lightning_zero.plan import Offload

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lightning_zero import estimate
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import ActivationOffload, Engine
+from lightning_zero.memory import Walk
 from lightning_zero.memory import model as subject
-from lightning_zero.memory.walk import Walk
 from lightning_zero.optimizer import clip
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.device import beside_the_host

@@ -13,12 +13,12 @@ from lightning_zero.memory import (
     ModelPlan,
     advise,
     compare,
+    draw,
     format_bytes,
     parse_bytes,
     parse_numel,
     write_report,
 )
-from lightning_zero.memory.report import draw
 from lightning_zero.plan import Settings
 from tests.oracle.models import MODELS
 
