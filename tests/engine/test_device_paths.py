@@ -240,7 +240,8 @@ def test_path(seen_of: SeenOf, name: str) -> None:
         assert all(place.startswith("tensors/host_copies.py") for place in seen.waits)
         num_waits = way.num_microbatches if way.offload is not None else 0
         assert sum(seen.waits.values()) == num_waits
-        assert seen.peak == pytest.approx(foretold, rel=0.02)
+        # Codes, sums over copies and what goes to the host are seen where activations are small.
+        assert seen.peak == pytest.approx(foretold, rel=0.02 if way.rows == ROWS else 0.2)
         if way.rows < ROWS:
             continue
         assert seen.overlapped["sent"] > 0.2
