@@ -113,7 +113,8 @@ def predict(arguments: argparse.Namespace) -> None:
     limit = 3 * block + 150 * 10**6
     size = arguments.depth * block
     print(f"{size / 1e9:.2f} GB of weights; memory is limited to {limit / 1e9:.2f} GB")
-    limit_memory(limit)
+    # The checkpoint is mapped to memory: it takes none, but the system counts what may be changed.
+    limit_memory(limit + size)
     data = DataLoader(TensorDataset(torch.randn(8 * arguments.batches, arguments.width)), 8)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         writer = Writer(arguments.width, arguments.depth)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.checkpoint.values import ShardedValue
+from lightning_zero.checkpoint.values import ShardedValue, dense_stride, memory_order
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.parameters import Piece, loading_whole
@@ -82,9 +82,9 @@ def sharded(key: str, piece: Piece, part: Tensor, comm: Communicator) -> Sharded
 def _joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) -> ShardedValue:
     """Return the whole value of a parameter that tensor parallelism has cut; a collective.
 
-    A part along the first dimension is a range of the whole tensor, and each rank writes its piece
-    of it. Any other part is scattered over the whole tensor. All ranks then put the whole together,
-    one tensor at a time, and each keeps an equal range of it to write.
+    One range along the first dimension is a range of the whole tensor, and each rank writes its
+    piece of it. Any other part is scattered over the whole tensor. All ranks then put the whole
+    together, one tensor at a time, and each keeps an equal range of it to write.
     """
     slot = piece.range.slot
     shape = cut.whole_shape(slot.shape)
@@ -96,10 +96,13 @@ def _joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) 
     with lasting_tensors(), torch.no_grad():
         parts = comm.parts_of_ranks(part.detach())
         # Every ``cut.size``-th rank has a range of the same part, in order.
-        flat = [torch.cat(parts[number :: cut.size]) for number in range(cut.size)]
-        shapes = [cut.part_shape(slot.shape, number) for number in range(cut.size)]
-        whole = cut.whole_of([one.view(shape) for one, shape in zip(flat, shapes, strict=True)])
-        whole = whole.flatten()
+        shapes = [cut.part_shape(slot.shape, rank) for rank in range(cut.size)]
+        order = memory_order(slot.shape, slot.stride)
+        held = [
+            torch.cat(parts[rank :: cut.size]).as_strided(size, dense_stride(size, order))
+            for rank, size in enumerate(shapes)
+        ]
+        whole = cut.whole_of(held).flatten()
         number, count, numel = comm.control.rank, comm.control.world_size, prod(shape)
         start, stop = (numel * n // count for n in (number, number + 1))
         part = whole[start:stop].clone()
