@@ -9,10 +9,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 from lightning_zero import ZeROPrecision, ZeROStrategy, load_weights
@@ -210,61 +208,6 @@ def test_other_objects_are_made_only_on_request(ranks: Pools, tmp_path: Path) ->
         assert "holds more than tensors and plain values" in told
         assert "tests.checkpoint.test_trainer.Trust" in told
         assert "weights_only=False" in told
-
-
-# -- plugins ---------------------------------------------------------------------------------------
-
-
-class Recorder(TorchCheckpointIO):
-    """A writer that knows nothing of sharding."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        torch.save({"recorded": checkpoint, "options": storage_options}, path)
-
-    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return torch.load(path, weights_only=True)["recorded"]
-
-
-def use_plugins(folder: str) -> list[Any]:
-    results = []
-    for name, plugin in (("own", Recorder()), ("async", AsyncCheckpointIO())):
-        module = model()
-        trainer = make_trainer(
-            world(),
-            ZeROStrategy(3, checkpoint_io=plugin),
-            "/nowhere",
-            max_steps=3,
-            enable_checkpointing=False,
-        )
-        trainer.fit(module, Rows())
-        path = f"{folder}/{name}.ckpt"
-        trainer.save_checkpoint(path)
-        trainer.strategy.teardown()
-        trainer.strategy.barrier()
-        found = torch.load(path, weights_only=True)
-        found = found.get("recorded", found)
-        for key, value in module.state_dict().items():
-            assert torch.equal(found["state_dict"][key], value)
-        again = model()
-        more = make_trainer(
-            world(),
-            ZeROStrategy(2, checkpoint_io=type(plugin)()),
-            "/nowhere",
-            max_steps=5,
-            enable_checkpointing=False,
-        )
-        more.fit(again, Rows(), ckpt_path=path)
-        results.append(again.losses)
-    return results
-
-
-def test_writers_of_the_user(
-    ranks: Pools, tmp_path: Path, ddp: tuple[Path, dict[str, Any]]
-) -> None:
-    for losses in ranks(2).run(use_plugins, str(tmp_path))[0]:
-        assert losses == pytest.approx(ddp[1]["losses"][3:5], rel=1e-5)
 
 
 # -- what does not fit, scalers, and places --------------------------------------------------------
