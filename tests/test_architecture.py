@@ -61,7 +61,6 @@ INNER = {
     "optimizer.watch",
     "optimizer.rounding",
     "optimizer.staging",
-    "parameters.classes",
     "parameters.full_grad",
     "plan.casts",
     "plan.units",

@@ -1,11 +1,11 @@
 """The life of a step: when units are unsharded, resharded, reduced and refreshed.
 
 engine                    the training of a sharded model: its steps, optimizers and end
-shown_masters             whole masters for code between steps, and within `gathered`
 sharded_model             the model in units: parameters, pieces, whole values, bytes
 unit_builder              units from modules, one after the other
 unit                      one module with its weights, gradients and calls
-weights, gradients        a unit's whole weights and their states; its gradients up to the optimizer
+weights                   a unit's whole weights, and the masters that other code sees
+gradients                 a unit's gradients up to the optimizer
 step                      the phases of a step
 forward, backward         the event handlers of its two halves
 backward_events           calls of a unit's forward, and the autograd events of their backward
@@ -13,7 +13,6 @@ module_hook               hooks on modules and parameters, safe to copy and to c
 schedule                  the order in which units are needed, and prefetching
 reduction_order           one order of reductions on all ranks
 rank_check                models, settings and optimizers that must be equal on all ranks
-repeated_uses             weights in half precision that a step uses several times
 join_context              forwards in which ranks may run different units
 buffers                   broadcasts of the module's buffers from rank 0
 materialize               models built on the meta device

@@ -7,14 +7,14 @@ do what plain torch would.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero.comm import parameter_behind
-from lightning_zero.engine.engine import engine_of
+from lightning_zero.engine.engine import engine_of, engines_of
 from lightning_zero.optimizer import clip
 
 
@@ -31,9 +31,9 @@ def gathered(
     Raises:
         RuntimeError: A parameter was changed without ``modify``. Raised on all ranks.
     """
-    parameters = _parameters(module_or_params)
-    engine = engine_of(parameters)
-    with engine.sharded.gathered(parameters, modify=modify) if engine else nullcontext():
+    with ExitStack() as contexts:
+        for engine, parameters in engines_of(_parameters(module_or_params)):
+            contexts.enter_context(engine.sharded.gathered(parameters, modify=modify))
         yield
 
 
@@ -46,13 +46,14 @@ def join(module: nn.Module) -> Iterator[None]:
     ``torch.distributed.algorithms.Join``.
 
     Args:
-        module: Any module whose parameters are sharded by the same engine as those that are run.
+        module: Any module whose parameters are sharded by the same engines as those that are run.
 
     Raises:
         RuntimeError: A backward pass begins within.
     """
-    engine = engine_of(module.parameters())
-    with engine.join() if engine else nullcontext():
+    with ExitStack() as contexts:
+        for engine, _ in engines_of(module.parameters()):
+            contexts.enter_context(engine.join())
         yield
 
 
@@ -66,13 +67,19 @@ def grad_norm(
     module_or_params: nn.Module | Parameter | Iterable[Parameter], norm_type: float = 2.0
 ) -> Tensor:
     """Return the total norm of the averaged gradients, a 0-d tensor."""
-    parameters = _parameters(module_or_params)
-    engine = engine_of(parameters)
-    if engine is None:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return torch.nn.utils.get_total_norm(grads, norm_type)
-    pieces = [piece for piece in map(engine.sharded.piece, parameters) if piece is not None]
-    return clip.total_norm(pieces, engine.comm, norm_type)
+    left = _parameters(module_or_params)
+    norms = []
+    for engine, own in engines_of(left):
+        pieces = [piece for piece in map(engine.sharded.piece, own) if piece is not None]
+        norms.append(clip.total_norm(pieces, engine.comm, norm_type))
+        taken = set(map(id, own))
+        left = [parameter for parameter in left if id(parameter) not in taken]
+    grads = [parameter.grad for parameter in left if parameter.grad is not None]
+    if grads or not norms:
+        norms.append(torch.nn.utils.get_total_norm(grads, norm_type))
+    if len(norms) == 1:
+        return norms[0]
+    return torch.nn.utils.get_total_norm(norms, norm_type)
 
 
 def _parameters(value: nn.Module | Parameter | Iterable[Parameter]) -> list[Parameter]:

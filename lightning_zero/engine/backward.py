@@ -15,13 +15,12 @@ from torch.autograd.graph import register_multi_grad_hook
 from lightning_zero.engine.backward_events import Call, Events, too_late, weakly
 from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.reduction_order import ReductionOrder
-from lightning_zero.engine.repeated_uses import RepeatedUses
 from lightning_zero.engine.replicated_gradients import require_equal_gradients
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import Shows
+from lightning_zero.engine.weights import Residency
 from lightning_zero.parameters import Reach
 from lightning_zero.tensors import internals, outside, runs_outside
 
@@ -31,7 +30,6 @@ class Backward:
 
     Attributes:
         events: The handlers of a call's backward events, safe for graphs to hold.
-        repeated_uses: The search of the first passes' graphs.
         syncs: Whether this microbatch's gradients are to be sent: ``False`` within ``no_sync``.
     """
 
@@ -48,7 +46,6 @@ class Backward:
         self._prefetcher = prefetcher
         self._join = join
         self._order = ReductionOrder(sharded)
-        self.repeated_uses = RepeatedUses(sharded)
         self.syncs = True
         # Whether gradients have been compared within tensor-parallel groups, once.
         self._is_compared = sharded.comm.mesh.tensor is None
@@ -90,7 +87,7 @@ class Backward:
         """Begin the pass and unshard units, if not done; cheap, as each child causes this event."""
         if self._pass() is not None:
             for index in indices:
-                if self._units[index].weights.shows is Shows.GUARD:
+                if self._units[index].weights.residency is not Residency.WHOLE:
                     break
             else:
                 return
@@ -187,8 +184,8 @@ class Backward:
             unit.weights.reshard()
 
     def _refuse_graph(self, unit: Unit) -> None:
-        """Raise if a graph built outside of a step may need weights that are gone."""
-        if unit.weights.hides_masters:
+        """Raise if a graph built outside of a step may need masters that are gone."""
+        if unit.weights.needs_ranks:
             raise RuntimeError(
                 "A backward pass goes through values that code between steps computed from the"
                 f" weights of {unit.label!r}, which are no longer in memory. Compute the values in"
@@ -214,6 +211,9 @@ class Backward:
         self._sharded.comm.host_copies.release_sources()
         for unit in self._units:
             unit.calls.end_pass()
+        for flat in self._sharded.flats:
+            flat.is_recorded = False
+        self._sharded.store_pending()
         if ends_step:
             self._step.close()
             return

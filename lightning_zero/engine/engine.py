@@ -102,11 +102,12 @@ class Engine:
         self._backward = Backward(*parts)
         self._hooks = Hooks(sharded.units, self._backward.on_grad)
         self._forward = Forward(*parts, self._backward, self._hooks)
-        sharded.shown.on_touch = self._forward.touch
+        sharded.compute = self._forward.compute
+        sharded.shown.is_within_step = self._forward.is_within_step
         self._forward.hook_modules()
         self._step.close()
         self._wrapped = self._wrap_units()
-        _engines.add(self)
+        _engines.append(weakref.ref(self, _engines.remove))
 
     def _wrap_units(self) -> list[Replacements]:
         """Checkpoint and offload the units' activations, as the settings say."""
@@ -156,7 +157,6 @@ class Engine:
         """
         if broadcasts:
             self._forward.buffers.is_due = self._forward.sends
-        self._backward.repeated_uses.search(outputs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Enter a context in which gradients of microbatches may stay local, if the plan allows."""
@@ -268,10 +268,7 @@ class Engine:
             for flat in unit.flat_parameters:
                 if flat.may_be_stepped:
                     flat.store.cast(unit.label)
-        for unit in units:
-            if not unit.weights.gives_back:  # otherwise a later backward pass gathers anew
-                for flat in unit.flat_parameters:
-                    flat.note_step(of_optimizer)
+                flat.note_step(of_optimizer)
         self.sharded.refresh(units, only_stepped=True)
         for transport in self.comm.transports.values():
             transport.ledger.end_step()
@@ -310,7 +307,7 @@ class Engine:
         self._forward.abandon()
         self._backward.abandon()
         self._prefetcher.forget()
-        self.sharded.shown.hide_touched()
+        self.sharded.shown.drop()
         for unit in self.sharded.units:
             unit.abandon()
         self.comm.host_copies.abandon()
@@ -331,13 +328,13 @@ class Engine:
             self._forward.order_check.wait()
             self.comm.control.call(SyncPoint.CLOSE).wait()
         for unit in self.sharded.units:
-            unit.weights.wait_if_in_flight()
+            unit.weights.wait()
         if restore and not was_interrupted:
             self.sharded.keep_edits()
         self._step.close()
         for unit in self.sharded.units:
             if unit.weights.residency is not Residency.RELEASED:
-                unit.weights.wait()
+                unit.weights.show()
         self._hooks.remove()
         for wrapped in reversed(self._wrapped):
             wrapped.remove()
@@ -369,13 +366,21 @@ def piece_among(engines: Sequence[Engine]) -> Callable[[Parameter], Piece | None
     return find
 
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+_engines: list[weakref.ref[Engine]] = []
+"""The engines of this process in the order in which they were made, which is that of all ranks."""
+
+
+def engines_of(parameters: Iterable[Parameter]) -> list[tuple[Engine, list[Parameter]]]:
+    """Return the open engines that shard any of ``parameters``, each with those that it shards."""
+    wanted = list(parameters)
+    found = []
+    for engine in [engine for ref in _engines if (engine := ref()) is not None]:
+        own = [p for p in wanted if engine.sharded.piece(p) is not None]
+        if own and not engine.is_closed:
+            found.append((engine, own))
+    return found
 
 
 def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
-    """Return the open engine that shards any of ``parameters``; ``None`` if there is none."""
-    wanted = list(parameters)
-    for engine in _engines:
-        if not engine.is_closed and any(engine.sharded.piece(p) is not None for p in wanted):
-            return engine
-    return None
+    """Return the first open engine that shards any of ``parameters``; ``None`` without one."""
+    return next((engine for engine, _ in engines_of(parameters)), None)

@@ -19,7 +19,7 @@ from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import Shows
+from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.tensors import internals, tensors_in
 
 
@@ -62,23 +62,44 @@ class Forward:
         """Hook the modules of all units, and the children whose weights the root holds."""
         inner, root = self._sharded.units[:-1], self._sharded.root
         for unit in inner:
-            may_skip = None if unit.weights.gives_back else unit.inline
+            releases = unit.weights.gives_back
+            may_skip = None if releases else unit.inline
+            before = functools.partial(self.before_unit, unit)
             self._hooks.add(
-                Hook(unit.module, functools.partial(self.before_unit, unit), may_skip),
+                Hook(unit.module, before, may_skip, releases=releases),
                 Hook(unit.module, functools.partial(self.after_unit, unit), may_skip),
                 with_kwargs=True,
             )
-        module = self._sharded.module
+        module, releases = self._sharded.module, root.weights.gives_back
         self._hooks.add(
-            Hook(module, self.before_root, self._skips_enter),
+            Hook(module, self.before_root, self._skips_enter, releases=releases),
             Hook(module, self.after_root, self._skips_leave),
         )
         # Children too: a hook may call `self.net(x)`, and the root may hold some of its weights.
+        # Those without parameters, such as metrics, are nobody's concern.
         for child in module.children():
-            if not any(child is unit.module for unit in inner):
+            is_unit = any(child is unit.module for unit in inner)
+            if not is_unit and any(True for _ in child.parameters()):
                 self._hooks.add(
-                    Hook(child, self.before_root, root.inline),
+                    Hook(child, self.before_root, root.inline, releases=releases),
                     Hook(child, self.after_root, root.inline),
+                )
+        self._hook_holders(root)
+
+    def _hook_holders(self, root: Unit) -> None:
+        """Show weights of the root that are cast only while a module that holds them runs."""
+        cast = {
+            id(parameter): (flat, parameter, *classes)
+            for flat in root.flat_parameters
+            if flat.is_cast
+            for parameter, classes in zip(flat.parameters, flat.classes, strict=True)
+        }
+        for module in self._sharded.module.modules():
+            held = [cast[id(p)] for p in module._parameters.values() if id(p) in cast]
+            if held:
+                self._hooks.add(
+                    Hook(module, functools.partial(self.before_holder, held)),
+                    Hook(module, functools.partial(self.after_holder, held)),
                 )
 
     # -- the begin and the end -------------------------------------------------------------------
@@ -91,6 +112,7 @@ class Forward:
     def _begin(self, *, broadcasts: bool) -> None:
         self.order_check.wait()
         self._sharded.end_touches()
+        self._sharded.store_pending()
         self._step.close()
         units, root = self._sharded.units, self._sharded.root
         for unit in units:
@@ -100,10 +122,13 @@ class Forward:
         self._prefetcher.begin_step(with_grad=torch.is_grad_enabled())
         self._prefetcher.unshard(root)
         self._prefetcher.prefetch()
-        for unit in units:
-            if unit.is_inlined:
-                unit.weights.wait()
-        root.weights.wait()
+        for unit in units[:-1]:
+            weights = unit.weights
+            # Those that are there already, so that a compiler finds them.
+            is_there = weights.residency is Residency.WHOLE and not weights.needs_ranks
+            if is_there or unit.is_inlined:
+                weights.show_in_step(is_inlined=True)
+        root.weights.show_in_step()
         if broadcasts and not self._join.is_open:
             self.buffers.begin()
 
@@ -135,16 +160,30 @@ class Forward:
         self._backward.unshard_before(tracked)
         self._step.phase = Phase.AWAITS_BACKWARD
 
-    def touch(self, units: Sequence[Unit]) -> bool:
-        """Make units readable until the end of the step; return ``False`` between steps."""
-        if self._step.phase is Phase.IDLE:
+    def is_within_step(self) -> bool:
+        """Return whether code that runs now is part of a step."""
+        return self._step.phase is not Phase.IDLE
+
+    def compute(self, units: Sequence[Unit], *, computes: bool) -> bool:
+        """Make units whole until the end of the step for a use outside of their forwards.
+
+        Returns ``False``, so that the use sees masters, unless it ``computes`` with weights in a
+        step, or is of a backward pass.
+        """
+        phase = self._step.phase
+        is_backward = phase is Phase.BACKWARD
+        if phase is Phase.IDLE or not (computes or is_backward):
             return False
-        resting = [u for u in units if u.weights.shows is Shows.GUARD]
-        for unit in resting:
+        is_cast_later = torch.is_grad_enabled() or is_backward or _autocasts()
+        if not is_cast_later and any(unit.weights.is_cast for unit in units):
+            return False  # nothing would cast what the weights are computed with
+        for unit in units:
             self._prefetcher.unshard(unit)
             unit.pin()
-        for unit in resting:
+        for unit in units:
             unit.weights.wait()
+            if is_backward and not computes:
+                unit.weights.expose()
         return True
 
     def abandon(self) -> None:
@@ -166,6 +205,27 @@ class Forward:
         self._is_called &= module is not self._sharded.module
         self.leave(output)
 
+    def before_holder(self, held: Sequence[Any], module: nn.Module, args: Any) -> None:
+        """Show weights of the root that a module holds."""
+        weights = self._sharded.root.weights
+        if self._step.phase is Phase.IDLE or weights.is_gathered:
+            return
+        self._prefetcher.unshard(self._sharded.root)
+        weights.wait()
+        if weights.has_pending:
+            weights.require_no_pending([flat for flat, *_ in held])
+        for _, parameter, _, readable in held:
+            parameter.__class__ = readable
+
+    def after_holder(self, held: Sequence[Any], module: nn.Module, args: Any, output: Any) -> None:
+        """Guard the weights that :meth:`before_holder` has shown."""
+        if self._sharded.root.weights.shows is not Shows.MASTERS:
+            for _, parameter, guarded, _ in held:
+                parameter.__class__ = guarded
+        if torch.is_grad_enabled() and with_grad(output):
+            for flat, *_ in held:
+                flat.is_recorded = True
+
     def _skips_enter(self) -> bool:
         """Return whether a compiled graph may skip :meth:`before_root`: a step was entered."""
         return self._step.is_inside and self._sharded.root.inline()
@@ -186,6 +246,9 @@ class Forward:
         arguments = [*args, *kwargs.values()] if is_tracked else ()
         unit.calls.begin(arguments, self._backward.events)
         self._prefetcher.need(unit, is_backward=is_recompute)
+        if unit.weights.has_pending:
+            unit.weights.require_no_pending()
+        unit.weights.show()
         if is_tracked and unit in self._hooks.frozen:
             self._hooks.hook_grads(unit)
 
@@ -196,13 +259,18 @@ class Forward:
         wants_grad = unit.calls.end(tracked, self._backward.events)
         if internals.in_backward():
             return
+        if wants_grad:
+            unit.weights.note_graph()
         for tensor in outputs:
             # The module may have returned a view of its weights, which outlives the call.
             unit.weights.pin_if_viewed(tensor)
         stays = wants_grad and not self._sharded.settings.reshard_after_forward
-        if stays or self._prefetcher.schedule.comes_next(unit.index):
-            unit.weights.idle()
-        else:
+        if not (stays or self._prefetcher.schedule.comes_next(unit.index)):
             unit.weights.reshard()
+        unit.weights.end_forward()
         if self._step.leave():
             self._end(output)
+
+
+def _autocasts() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")

@@ -37,7 +37,7 @@ class Join:
         try:
             if self.must_ask:
                 for unit in self._units:
-                    unit.weights.wait_if_in_flight()
+                    unit.weights.wait()
             self.asks = self.must_ask
             yield
             if self.must_ask:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from lightning_zero.parameters import guards, ownership_of, put_values, uncut
+from lightning_zero.parameters import Guarded, ownership_of, put_values, uncut
 from lightning_zero.plan import cut_of, set_cut, whole_shape
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -122,7 +122,7 @@ def forget_values(module: nn.Module) -> bool:
     fresh: dict[int, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in child._parameters.items():
-            if isinstance(parameter, guards.Guarded):
+            if isinstance(parameter, Guarded):
                 if id(parameter) not in fresh:
                     before = ownership_of(parameter)
                     blank = torch.empty_strided(

@@ -18,7 +18,7 @@ from torch._dynamo.eval_frame import skip_code
 
 from lightning_zero.engine.unit import Unit
 from lightning_zero.optimizer import Removable
-from lightning_zero.parameters import guards
+from lightning_zero.parameters import hook_last, unfollowed
 from lightning_zero.tensors import internals, outside
 
 
@@ -33,6 +33,8 @@ class Hook:
         function: Called with the arguments of a module hook.
         is_needless: Whether a call from compiled code may be skipped. Torch's compiler traces it,
             recompiles when its answer would change, and replays its side effects.
+        releases: Whether weights are released after the call: what transforms of ``torch.func`` and
+            ``torch.jit.trace`` hold would then be gone, so these are refused.
     """
 
     def __init__(
@@ -40,8 +42,11 @@ class Hook:
         module: nn.Module,
         function: Callable[..., Any],
         is_needless: Callable[[], bool] | None = None,
+        *,
+        releases: bool = False,
     ) -> None:
         self.module = module
+        self._releases = releases
         self._function = function
         self._is_needless = is_needless
 
@@ -53,7 +58,11 @@ class Hook:
         if get_eval_frame_callback() is not None:
             # Between two compiled graphs, torch's compiler looks at every function that is called.
             return self._call(module, *args, **kwargs)
+        if self._releases and internals.is_tracing() is not None:
+            raise unfollowed("torch.jit.trace")
         if internals.function_modes() or internals.dispatch_modes() or internals.func_level():
+            if self._releases and internals.func_level():
+                raise unfollowed("A transform of torch.func")
             with outside():
                 return self._call(module, *args, **kwargs)
         return self._function(module, *args, **kwargs) if module is self.module else None
@@ -119,7 +128,7 @@ class Hooks:
             parameter = unit.gradients.parameters[index]
             if parameter.requires_grad:
                 hook = functools.partial(self._on_grad, unit, index)
-                self.handles.append(guards.hook_last(parameter, hook))
+                self.handles.append(hook_last(parameter, hook))
             else:
                 frozen.append(index)
         if frozen:

@@ -73,7 +73,7 @@ class Prefetcher:
 
     def __init__(self, sharded: ShardedModel, join: Join) -> None:
         self.last_backward: Unit | None = None
-        self._units = sharded.units
+        self._sharded, self._units = sharded, sharded.units
         self._join = join
         self._count = sharded.settings.prefetch
         self.forget()
@@ -108,6 +108,8 @@ class Prefetcher:
         if self._join.asks:
             self._join.ask_for(unit)
         weights, released = unit.weights, []
+        if weights.shows is Shows.MASTERS:
+            self._sharded.shown.hide([unit.weights])
         # As `weights.rest`, without a call.
         if weights.residency is Residency.RELEASED and weights.shows is Shows.GUARD:
             released.append(unit)
@@ -123,6 +125,8 @@ class Prefetcher:
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather a resting unit; in a join, together with ranks that do not need it."""
+        if unit.weights.shows is Shows.MASTERS:
+            self._sharded.shown.hide([unit.weights])
         if self._join.asks:
             self._join.ask_for(unit)
         if unit.weights.rest:

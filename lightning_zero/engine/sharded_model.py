@@ -14,12 +14,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm import Communicator, SyncPoint, parameter_behind
-from lightning_zero.engine.shown_masters import ShownMasters
 from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import UnitBuilder
-from lightning_zero.engine.weights import Residency, Shows
+from lightning_zero.engine.weights import Residency, ShownMasters, Shows
 from lightning_zero.optimizer import kept_states
-from lightning_zero.parameters import FlatParameters, Piece, guards, put_values, settle
+from lightning_zero.parameters import (
+    FlatParameters,
+    Guarded,
+    Piece,
+    put_values,
+    restore_class,
+    settle,
+)
 from lightning_zero.plan import Settings
 from lightning_zero.tensors import Scratch, bytes_held, runs_outside
 
@@ -40,6 +46,8 @@ class ShardedModel:
         scratch: The folder for what rests in files; ``None`` if nothing does.
         moves_nothing: Whether the user asked for an offload to the memory where all is anyway.
         shown: The units whose whole masters are shown.
+        compute: Makes units whole for a use in a step that computes with weights, or returns
+            ``False``.
     """
 
     def __init__(
@@ -58,6 +66,7 @@ class ShardedModel:
         is_in_files = offload is not None and "nvme" in (offload.optimizer, offload.weights)
         self.scratch = Scratch(self.settings.offload_path) if is_in_files else None
         self.shown = ShownMasters(comm)
+        self.compute: Callable[..., bool] = lambda units, computes: False
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
         builder = UnitBuilder(module, self.settings, comm, self.scratch)
@@ -96,32 +105,33 @@ class ShardedModel:
         return place[1].pieces[place[2]] if place else None
 
     @runs_outside
-    def touch(self, parameters: Sequence[Parameter]) -> None:
-        """Make parameters that are used together readable outside their units' forwards."""
-        self.shown.touch(self.units_of(parameters))
+    def touch(self, parameters: Sequence[Parameter], *, computes: bool = False) -> None:
+        """Give parameters that are used together values outside of their units' forwards.
+
+        They are masters, unless the use ``computes`` with weights in a step, or is of a backward.
+        """
+        guarded = [parameter for parameter in parameters if isinstance(parameter, Guarded)]
+        needed = self.units_of(guarded)
+        if not self.compute(needed, computes=computes):
+            used = self.units_of(parameters)
+            self.shown.touch([u.weights for u in needed], [u.weights for u in used])
+        elif torch.is_grad_enabled():
+            for parameter in guarded:
+                self._places[id(parameter)][1].is_recorded = True
 
     @runs_outside
     @torch.no_grad()
     def write(self, parameter: Parameter, value: Tensor) -> None:
-        """Keep a new whole value of ``parameter``, which is not readable now.
-
-        Within a step, every call waits for all ranks.
-        """
-        unit, flat, index = self._places[id(parameter)]
-        piece = flat.pieces[index]
+        """Keep a new whole value of ``parameter``, which is not readable now."""
+        _, flat, index = self._places[id(parameter)]
         if value.shape != parameter.shape:  # not always: it reads a value that is not loaded yet
             value = value.expand(parameter.shape)
         if self._is_writing:
+            piece = flat.pieces[index]
             piece.data.copy_(piece.range.part_of(value))
             return
-        if not self.shown.is_within_step:
-            self.touch([parameter])
-            parameter.copy_(value)
-            return
-        unit.weights.wait_if_in_flight()
-        with self.comm.write_access(SyncPoint.EDIT):
-            piece.data.copy_(piece.range.part_of(value))
-        self.refresh([unit])
+        self.touch([parameter])
+        parameter.copy_(value)
 
     @runs_outside
     def keep_edits(self) -> None:
@@ -131,20 +141,29 @@ class ShardedModel:
             with self.comm.write_access(SyncPoint.EDIT):
                 for weights in edited:
                     weights.store_edits()
-        self.shown.hide_touched()
+        self.shown.hide()
+        self.store_pending()
 
     @runs_outside
     def end_touches(self) -> None:
-        """Hide what code between steps has touched, with its changes kept."""
-        if self.shown.num_touched:
-            self.keep_edits()
+        """Hide what code has touched outside of forwards, with its changes kept."""
+        self.shown.hide()
+
+    def store_pending(self) -> None:
+        """Make changes those of the masters that a backward pass must not have seen."""
+        units = [unit for unit in self.units if unit.weights.has_pending]
+        if units:
+            with self.comm.write_access(SyncPoint.EDIT):
+                for unit in units:
+                    unit.weights.store_pending()
+            self.refresh(units)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Enter a context in which whole values copied to parameters go to the masters."""
         self.keep_edits()
         for unit in self.units:
-            unit.weights.wait_if_in_flight()
+            unit.weights.wait()
             unit.weights.guard()
         try:
             with self.comm.write_access(SyncPoint.EDIT):
@@ -194,8 +213,10 @@ class ShardedModel:
         if parameters is not None:
             wanted = self.units_of(map(parameter_behind, parameters))
         self.end_touches()
+        if modify:
+            self.store_pending()
         try:
-            with self.shown.gathered(wanted, modify=modify):
+            with self.shown.gathered([unit.weights for unit in wanted], modify=modify):
                 yield
         finally:
             if modify:
@@ -213,6 +234,8 @@ class ShardedModel:
             part_of: Yield instead the whole tensors of which each rank holds ``part_of(piece)``, in
                 a dtype that can hold all parts of one flat buffer.
         """
+        # Whole weights that have been changed are stored without a word to other ranks.
+        self.comm.fence(SyncPoint.EDIT)
         for flat in self.flats:
             if part_of is None:
                 whole = flat.whole_masters()
@@ -237,7 +260,7 @@ class ShardedModel:
     def restore(self) -> None:
         """Make the module an ordinary one, with whole parameters in host memory; a collective."""
         for parameter, whole in self.whole_parameters():
-            guards.restore_class(parameter)
+            restore_class(parameter)
             put_values(parameter, whole.to("cpu", copy=True))
         for unit in self.units:
             unit.weights.retire()

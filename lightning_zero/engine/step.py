@@ -26,7 +26,6 @@ from enum import Enum
 import torch
 
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import Residency
 from lightning_zero.tensors import internals
 
 
@@ -79,11 +78,6 @@ class Step:
         self.is_inside = False
         self._depth = 0
         self._units = units
-        self._copies = [
-            unit.weights
-            for unit in units
-            if unit.weights.are_copies and not unit.weights.gives_back
-        ]
         self._reset = reset
 
     @property
@@ -143,13 +137,7 @@ class Step:
         if self.keeps_graph:
             return
         for unit in self._units:
-            if unit.weights.residency is not Residency.RELEASED:
-                unit.weights.is_pinned = False
-                unit.weights.reshard()
-        if not self.is_inside:
-            # Code between steps must see the masters.
-            for weights in self._copies:
-                weights.hide_copies()
+            unit.weights.end_step()
 
     def interrupt(self) -> None:
         """Leave all forwards and backward passes after an exception."""

@@ -72,7 +72,7 @@ class Unit:
 
         Torch's compiler traces this, and replays its side effects whenever the graph runs.
         """
-        if self.weights.shows is not Shows.WEIGHTS:
+        if self.weights.shows is not Shows.WEIGHTS or self.weights.is_cast:
             return False
         self.is_inlined = True
         self.calls.have_run = True

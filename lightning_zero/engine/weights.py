@@ -6,26 +6,29 @@
                                 ^                   │
                                 └───── refresh ─────┘
 
-    GUARD ── wait ──> WEIGHTS ── idle, hide_copies, refresh, reshard ──> GUARD
-    GUARD or WEIGHTS ── show_masters ──> MASTERS ── hide_masters ──> GUARD
+    GUARD ── show ──> WEIGHTS ── guard, refresh, reshard ──> GUARD
+    GUARD ── show_masters ──> MASTERS ── hide_masters ──> GUARD
 
-Weights are shown only while they are whole; while in flight, they are guarded. While masters are
-shown, forward and backward compute with them, and the weights stay where they are.
+Weights are shown while their module runs; at any other time every use is noticed. What autograd
+records then computes with the weights, and all other code sees whole **masters**, in a new buffer.
+So weights of less precision than the masters exist only within forwards and backward passes.
 
-Weights whose home is replicated (stages 1 and 2) are never released: ``reshard`` and ``idle`` leave
-them as they are, and every optimizer step refreshes them. Between steps they are guarded if they
-are copies of more precise masters. **Pinned** weights stay whole until the end of a step.
+Weights whose home is replicated (stages 1 and 2) are never released: ``reshard`` leaves them as
+they are, and every optimizer step refreshes them. **Pinned** weights stay whole until the end of a
+step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
+import torch
 from torch import Tensor
 
-from lightning_zero.comm import SyncPoint
-from lightning_zero.parameters import FlatParameters, guards
+from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.parameters import FlatParameters
 from lightning_zero.tensors import Work, internals, runs_outside, span
 
 
@@ -46,9 +49,9 @@ class Shows(Enum):
     GUARD = "guard"
     """Nothing: they send every use to their owner, and are placeholders if nothing is whole."""
     WEIGHTS = "weights"
-    """The whole weights."""
+    """The whole weights; in the root, those that are not cast from masters."""
     MASTERS = "masters"
-    """Whole masters: to code between steps, which may change them, or within `gathered`."""
+    """Whole masters: to code outside of forwards, which may change them, or within `gathered`."""
 
 
 class Weights:
@@ -64,26 +67,34 @@ class Weights:
         residency: Whether the weights are in memory.
         shows: What the parameters show.
         is_pinned: Whether the weights stay whole until the end of the step.
+        stays_shown: Whether the weights are shown throughout the step: those of the root that are
+            not cast, and all of a unit that is compiled together with the code around it.
         gives_back: Whether they are released after use.
-        are_copies: Whether some are copies of more precise masters.
-        hides_masters: Whether code between steps sees the masters only after :meth:`show_masters`.
+        is_cast: Whether some have less precision than their masters.
+        has_pending: Whether changes of masters wait for the end of a backward pass.
+        needs_ranks: Whether the masters are gathered from other ranks to be shown.
     """
 
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
         self.label = label
-        self.residency, self.shows = Residency.WHOLE, Shows.WEIGHTS
-        self.is_pinned = False
+        self.residency, self.shows = Residency.WHOLE, Shows.GUARD
+        self.is_pinned = self.stays_shown = False
         self.gives_back = any(flat.plan.gives_weights_back for flat in flats)
-        self.are_copies = any(flat.plan.are_copies for flat in flats)
-        self.hides_masters = self.gives_back or self.are_copies
+        self.is_cast = any(flat.is_cast for flat in flats)
+        self.needs_ranks = self.gives_back or self.is_cast
         self._flats = flats
         self._first_tag = first_tag
         self._works: list[Work] = []
+        # The groups whose masters are shown.
+        self._shown: list[FlatParameters] = []
+        self.has_pending = False
 
     @property
     def rest(self) -> bool:
         """Return whether a use of the parameters needs a gather."""
         return self.residency is Residency.RELEASED and self.shows is Shows.GUARD
+
+    # -- in memory -------------------------------------------------------------------------------
 
     @span("unshard")
     def unshard(self, *, only_stepped: bool = False) -> None:
@@ -106,54 +117,29 @@ class Weights:
         self.unshard(only_stepped=only_stepped)
 
     def wait(self) -> None:
-        """Make the parameters readable; whatever they show must be whole or in flight."""
+        """Wait until the weights are whole, if they are in flight."""
         if self.residency is Residency.IN_FLIGHT:
             self._end_unshard()
-        elif self.shows is Shows.GUARD:
-            assert not self.rest, f"{self.label} is awaited but was not unsharded"
-            self.shows = Shows.WEIGHTS
-            for flat in self._flats:
-                flat.show_whole(is_new=False)
+            if self.stays_shown:
+                self.show_in_step()
 
     @span("wait")
     def _end_unshard(self) -> None:
-        for work in self._works:
+        works, self._works = self._works, []
+        for work in works:
             work.wait()
-        self._works = []
         for flat in self._flats:
-            flat.show_whole()
-        self.residency, self.shows = Residency.WHOLE, Shows.WEIGHTS
-
-    def wait_if_in_flight(self) -> None:
-        """Finish a gather that was started."""
-        if self.residency is Residency.IN_FLIGHT:
-            self._end_unshard()
+            flat.point_at_weights()
+        self.residency, self.shows = Residency.WHOLE, Shows.GUARD
 
     def gather_again(self) -> None:
         """Gather for ranks that ask for it, whether the weights are whole here or not."""
-        was_guarded = self.shows is Shows.GUARD and not self.rest
+        was_shown = self.shows is Shows.WEIGHTS
         self.keep_edits()
         self.unshard()
         self._end_unshard()
-        if was_guarded:
-            self.idle()
-
-    def idle(self) -> None:
-        """Keep whole weights for a later need, guarded so that all other uses are noticed."""
-        if self.gives_back and not self.is_pinned and self.shows is Shows.WEIGHTS:
-            self.guard()
-
-    def hide_copies(self) -> None:
-        """Guard copies, so that every use between steps is noticed and sees the masters."""
-        if self.shows is Shows.WEIGHTS:
-            self.keep_edits()
-            self.guard()
-
-    def guard(self) -> None:
-        """Send every use of the parameters to their owner until the weights are next awaited."""
-        for flat in self._flats:
-            flat.classes.guard()
-        self.shows = Shows.GUARD
+        if was_shown:
+            self.show()
 
     def pin_if_viewed(self, tensor: Tensor) -> None:
         """Keep the weights whole until the end of the step if ``tensor`` is a view of them."""
@@ -162,7 +148,6 @@ class Weights:
         storage = tensor.untyped_storage()._cdata
         for flat in self._flats:
             if flat.weight.tensor.untyped_storage()._cdata == storage:
-                guards.track(tensor, flat.parameters)
                 self.is_pinned = True
                 return
 
@@ -172,112 +157,370 @@ class Weights:
             return
         if self.shows is Shows.MASTERS:
             return
-        self.wait_if_in_flight()
+        if any(flat.is_held for flat in self._flats):
+            self.is_pinned = True
+            self.guard()
+            return
+        self._release(may_be_shared=not torch.is_grad_enabled())
+
+    def _release(self, *, may_be_shared: bool) -> None:
+        self.wait()
         self.keep_edits()
-        self._release()
+        self._released(may_be_shared=may_be_shared)
 
     @span("reshard")
-    def _release(self) -> None:
+    def _released(self, *, may_be_shared: bool) -> None:
         for flat in self._flats:
-            flat.show_resting()
-            flat.weight.release()
+            flat.release(may_be_shared=may_be_shared)
         self.residency, self.shows = Residency.RELEASED, Shows.GUARD
 
-    def keep_edits(self) -> None:
+    def end_step(self) -> None:
+        """Release or guard whole weights at the end of a step."""
+        # Others may refer to what was whole for longer than its module ran.
+        may_be_shared = self.is_pinned or self.stays_shown
+        self.is_pinned = self.stays_shown = False
+        for flat in self._flats:
+            flat.stays_shown = False
+        if self.shows is Shows.MASTERS or self.residency is Residency.RELEASED:
+            return
+        if self.gives_back:
+            self._release(may_be_shared=may_be_shared)
+        elif self.residency is Residency.WHOLE:
+            self.keep_edits()
+            if self.shows is Shows.WEIGHTS:
+                self.guard()
+
+    # -- shown while the module runs -------------------------------------------------------------
+
+    def show(self) -> None:
+        """Make the parameters readable at the weights, which must be whole or in flight."""
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+        if self.shows is Shows.GUARD:
+            assert not self.rest, f"{self.label} is shown but was not unsharded"
+            self.shows = Shows.WEIGHTS
+            for flat in self._flats:
+                flat.show()
+
+    def expose(self) -> None:
+        """Note that code may change the weights where they are."""
+        for flat in self._flats:
+            flat.expose(0)
+
+    def note_graph(self) -> None:
+        """Note that a graph has saved the weights."""
+        for flat in self._flats:
+            flat.is_recorded = True
+
+    def require_no_pending(self, flats: Sequence[FlatParameters] | None = None) -> None:
+        """Raise if a forward would not see changes that a backward pass must not have seen."""
+        pending = [flat.pending is not None for flat in (self._flats if flats is None else flats)]
+        if True in pending and not internals.in_backward():
+            raise RuntimeError(
+                f"Parameters of {self.label!r} were changed between a forward pass and its backward"
+                " pass, and the module is called again before that. In mixed precision its weights"
+                " are cast once for both. Change them after `backward()`, or gather weights in full"
+                " precision with ZeROStrategy(cast_weights='none')."
+            )
+
+    def show_in_step(self, *, is_inlined: bool = False) -> None:
+        """Show weights throughout a step: those that are not cast, or all of an inlined unit."""
+        self.stays_shown = True
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+        if self.shows is Shows.GUARD:
+            self.shows = Shows.WEIGHTS
+            for flat in self._flats:
+                if is_inlined or not flat.is_cast:
+                    flat.show()
+                    flat.stays_shown = True
+
+    def guard(self) -> None:
+        """Send every use of the parameters to their owner until the weights are next shown."""
+        for flat in self._flats:
+            flat.guard()
+        self.shows = Shows.GUARD
+
+    def end_forward(self) -> None:
+        """Guard weights that stay whole after their module has run."""
+        if self.shows is Shows.WEIGHTS and self.needs_ranks and not self.stays_shown:
+            self.guard()
+
+    def keep_edits(self, flats: Sequence[FlatParameters] | None = None) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks."""
-        if self.is_edited:
+        if self.residency is not Residency.WHOLE or self.shows is Shows.MASTERS:
+            return
+        edited = [f for f in (self._flats if flats is None else flats) if f.may_be_edited]
+        if edited:
             with self._flats[0].store.comm.write_access(SyncPoint.EDIT):
-                self.store_edits()
+                for flat in edited:
+                    flat.store_edits()
 
     @property
     def is_edited(self) -> bool:
-        """Return whether what is whole has changes by users that the masters lack."""
-        if self.residency is not Residency.WHOLE and self.shows is not Shows.MASTERS:
+        """Return whether whole weights may have changes by users that the masters lack."""
+        if self.residency is not Residency.WHOLE or self.shows is Shows.MASTERS:
             return False
-        return bool([flat for flat in self._flats if flat.edits.unsaved])
-
-    @property
-    def are_in_graph(self) -> bool:
-        """Return whether an autograd graph that lives has used what the parameters show."""
-        return any(flat.are_in_graph for flat in self._flats)
+        return True in [flat.may_be_edited for flat in self._flats]
 
     def store_edits(self) -> None:
         """Copy this rank's part of users' changes to the masters; within write access."""
         for flat in self._flats:
-            flat.store_edits()
+            if flat.may_be_edited:
+                flat.store_edits()
+
+    # -- masters ---------------------------------------------------------------------------------
 
     @property
     def is_gathered(self) -> bool:
         """Return whether `gathered` shows the masters."""
-        return any(flat.edits.are_gathered for flat in self._flats)
+        return any(flat.masters is not None and flat.masters.is_gathered for flat in self._flats)
 
     @runs_outside
-    def show_masters(self, *, as_gathered: bool = False) -> None:
-        """Show whole masters until :meth:`hide_masters`.
+    def show_masters(self, *, as_gathered: bool = False, in_step: bool = False) -> None:
+        """Show whole masters in place of what is guarded until :meth:`hide_masters`.
 
-        Code between steps may change them: what each rank changes in its own part can be stored.
-        With ``as_gathered`` they are for `gathered`: rank 0's changes are stored, or none.
+        With ``as_gathered`` they are for `gathered`, in place of all: rank 0's changes are stored,
+        or none. Otherwise what each rank changes in its own part can be stored, and ``in_step``
+        the parameters stay guarded.
         """
-        self.wait_if_in_flight()
-        self.keep_edits()
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
         is_whole = self.residency is Residency.WHOLE
+        shown = [flat for flat in self._flats if as_gathered or flat.is_guarded]
+        self.keep_edits(shown)
+        self._shown = shown
         started = [
-            flat.gather_masters(self.label, tag, are_whole=is_whole, as_gathered=as_gathered)
-            for tag, flat in enumerate(self._flats, self._first_tag)
+            flat.gather_masters(self.label, self._first_tag + index, are_whole=is_whole)
+            for index, flat in enumerate(self._flats)
+            if flat in self._shown
         ]
-        for flat, (whole, work) in zip(self._flats, started, strict=True):
+        for flat, (whole, work) in zip(self._shown, started, strict=True):
             work.wait()
-            flat.show_masters(whole, as_gathered=as_gathered)
+            flat.show_masters(
+                whole, stay_guarded=in_step, are_whole=is_whole, is_gathered=as_gathered
+            )
         self.shows = Shows.MASTERS
 
+    @property
+    def are_masters_held(self) -> bool:
+        """Return whether code or a graph has views of the masters that are shown."""
+        return any(flat.are_masters_held for flat in self._shown)
+
+    @property
+    def shown_masters(self) -> list[FlatParameters]:
+        """The groups whose masters are shown."""
+        return self._shown
+
     @runs_outside
-    def hide_masters(self) -> None:
-        """Guard the parameters again; changes that are not stored are lost."""
+    def hide_masters(self, stored: Sequence[FlatParameters] = ()) -> None:
+        """Guard the parameters again; changes that are not stored are lost.
+
+        Whole weights that are cast from ``stored`` changes are gathered anew, unless a graph needs
+        them as they are.
+        """
+        is_whole = self.residency is Residency.WHOLE
+        for flat in self._shown:
+            if is_whole and flat in stored and flat.is_cast and flat.pending is None:
+                tag = self._first_tag + self._flats.index(flat)
+                flat.gather(self.label, tag).wait()
+            flat.hide_masters(are_whole=is_whole)
+        self.has_pending = any(flat.pending is not None for flat in self._flats)
+        self._shown, self.shows = [], Shows.GUARD
+        if self.stays_shown and is_whole:
+            self.show_in_step()
+
+    def store_pending(self) -> None:
+        """Make deferred changes those of the masters; within write access."""
         for flat in self._flats:
-            flat.hide_masters(are_whole=self.residency is Residency.WHOLE)
-        self.shows = Shows.GUARD
+            if flat.pending is not None:
+                flat.store_pending()
+        self.has_pending = False
 
     def _refresh_masters(self, *, only_stepped: bool) -> None:
         """Show the masters anew: they were stepped while they were shown."""
-        as_gathered = self.is_gathered
-        copies = [flat for flat in self._flats if flat.shows_copies]
-        if [flat for flat in copies if flat.edits.changed]:
+        if self.changed:
             raise RuntimeError(
                 f"Weights of {self.label!r} were changed, and then stepped by an optimizer, within"
-                " one `gathered(...)` or within the step itself. Change them before or after."
+                " one `gathered(...)`. Change them before or after."
             )
         self.hide_masters()
         if self.residency is Residency.WHOLE:
             self.unshard(only_stepped=only_stepped)
-        self.show_masters(as_gathered=as_gathered)
+        self.show_masters(as_gathered=True)
 
     @property
     def changed(self) -> list[str]:
-        """The names of parameters that were changed since they were last shown."""
-        return [flat.layout.slots[i].name for flat in self._flats for i in flat.edits.changed]
+        """The names of parameters that were changed while `gathered` shows them."""
+        return [flat.layout.slots[i].name for flat in self._shown for i in flat.changed]
 
     @runs_outside
     def store_gathered(self) -> None:
         """Make rank 0's gathered values the masters of all ranks; within write access."""
         for flat in self._flats:
-            flat.edits.bring_back()
-            flat.store.comm.broadcast(flat.edits.buffer.tensor)
-            flat.take_over(flat.edits.buffer)
+            values = flat.gathered_values()
+            flat.store.comm.broadcast(values.tensor)
+            flat.take_over(values)
+
+    # -- the end ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Finish or drop what is in flight, and unpin the weights."""
         self.is_pinned = False
+        for flat in self._flats:
+            flat.is_recorded = False
         try:
-            self.wait_if_in_flight()
+            self.wait()
         except RuntimeError:
             # The ranks waited for are gone, and their parts with them.
             self._works = []
-            for flat in self._flats:
-                flat.show_whole()
-            self.residency, self.shows = Residency.WHOLE, Shows.WEIGHTS
+            self._end_unshard()
 
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""
         for flat in self._flats:
             flat.retire()
         self.residency = Residency.RELEASED
+
+
+_MOST = 2
+"""Units whose masters code sees at a time; more only while one operation uses them all."""
+
+
+class ShownMasters:
+    """The units whose whole masters are shown.
+
+    Those that code touches outside of forwards are shown until it touches others. All ranks must
+    touch the same units, in the same order, except where whole weights have their masters' values
+    (stages 1 and 2 without mixed precision). Those within :meth:`gathered` are shown to the end of
+    the context, whatever runs in it.
+
+    Attributes:
+        is_within_step: Tells whether code that runs now is part of a step.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.is_within_step: Callable[[], bool] = lambda: False
+        # The least recently touched one first.
+        self._touched: list[Weights] = []
+
+    @property
+    def num_touched(self) -> int:
+        """The number of units that are shown because code touched them."""
+        return len(self._touched)
+
+    def touch(self, needed: Sequence[Weights], used: Sequence[Weights]) -> None:
+        """Show the ``needed`` among units that are ``used`` together; hide the least recent ones.
+
+        Raises:
+            RuntimeError: A gather needs every rank, and other ranks touch other units or none.
+        """
+        new = [unit for unit in needed if unit.shows is not Shows.MASTERS]
+        if new:
+            others = [unit for unit in self._touched if unit not in used]
+            most = max(_MOST - len(new), 0)
+            self._hide(others[: max(len(self._touched) - most, 0)], new, must=False)
+            for unit in new:
+                unit.show_masters(in_step=self.is_within_step())
+        touched = [unit for unit in used if unit in self._touched or unit in new]
+        self._touched = [unit for unit in self._touched if unit not in touched] + touched
+
+    def hide(self, units: Sequence[Weights] | None = None) -> None:
+        """Hide ``units``, or all that code has touched, and keep changes; a collective."""
+        hidden = [unit for unit in self._touched if units is None or unit in units]
+        if hidden:
+            self._hide(hidden)
+
+    def _hide(
+        self, units: Sequence[Weights], new: Sequence[Weights] = (), *, must: bool = True
+    ) -> None:
+        """Hide touched units, unless views of them are alive on any rank and they need not be.
+
+        All ranks agree on that, on what was changed, and that ``new`` ones come.
+        """
+        held = [] if must else [unit for unit in units if unit.are_masters_held]
+        together = [unit for unit in units if unit.needs_ranks]
+        of_ranks = [(unit, flat) for unit in together for flat in unit.shown_masters]
+        flags = [unit in held for unit in together]
+        flags += [unit not in held and flat.are_masters_changed for unit, flat in of_ranks]
+        if together or any(unit.needs_ranks for unit in new):
+            what = ", ".join(unit.label for unit in new or units)
+            agreed = self._comm.control.call(SyncPoint.TOUCH, bytes(flags), about=what).wait()
+            flags = list(map(bool, agreed))
+            held += [unit for unit, flag in zip(together, flags, strict=False) if flag]
+        units = [unit for unit in units if unit not in held]
+        shown = [flat for unit in units for flat in unit.shown_masters]
+        pairs = zip(of_ranks, flags[len(together) :], strict=True)
+        changed = [flat for (unit, flat), flag in pairs if flag and unit not in held]
+        if changed:
+            with self._comm.write_access(SyncPoint.EDIT):
+                for flat in changed:
+                    flat.store_masters()
+        for flat in shown:
+            if not any(flat is one for _, one in of_ranks) and flat.are_masters_changed:
+                # No peer reads them between steps.
+                self._comm.note_change()
+                flat.store_masters()
+        for unit in units:
+            unit.hide_masters(changed)
+            self._touched.remove(unit)
+            if not self.is_within_step():
+                unit.reshard()
+
+    def drop(self) -> None:
+        """Hide what code has touched, without its changes, after an exception."""
+        touched, self._touched = self._touched, []
+        for unit in touched:
+            unit.hide_masters()
+
+    @contextlib.contextmanager
+    def gathered(self, units: Sequence[Weights], *, modify: bool) -> Iterator[None]:
+        """Enter a context in which the masters of ``units`` are shown; a collective.
+
+        Raises:
+            RuntimeError: As for :meth:`ShardedModel.gathered`.
+        """
+        wanted = [weights for weights in units if not weights.is_gathered]
+        if modify and len(wanted) < len(units):
+            raise RuntimeError(
+                "gathered(modify=True) was entered within another `gathered` of the same weights."
+                " Pass `modify=True` to the outer one."
+            )
+        before = [weights for weights in wanted if weights.shows is Shows.WEIGHTS]
+        for weights in wanted:
+            weights.show_masters(as_gathered=True)
+        access = self._comm.write_access(SyncPoint.EDIT) if modify else contextlib.nullcontext()
+        try:
+            with access:
+                try:
+                    yield
+                finally:
+                    for weights in wanted if modify else ():
+                        weights.store_gathered()
+            changed = [name for weights in wanted for name in weights.changed]
+        finally:
+            self._end_gathered(wanted, before)
+        if not modify:
+            self._refuse(changed)
+
+    def _end_gathered(self, wanted: Sequence[Weights], before: Sequence[Weights]) -> None:
+        """Show what was shown ``before``, or what is now: a step may have begun or ended within."""
+        is_within_step = self.is_within_step()
+        for weights in wanted:
+            weights.hide_masters()
+            if is_within_step and weights in before:
+                weights.show()
+            elif not is_within_step:
+                weights.reshard()
+
+    @runs_outside
+    def _refuse(self, changed: list[str]) -> None:
+        """Raise on all ranks if any rank changed weights that were gathered for reading."""
+        (any_changed,) = self._comm.control.call(SyncPoint.EDIT, bytes([bool(changed)])).wait()
+        if any_changed:
+            what = f"Parameter {changed[0]!r}" if changed else "A parameter on another rank"
+            raise RuntimeError(
+                f"{what} was changed within `gathered(...)`, which is for reading only. Use"
+                " `gathered(..., modify=True)`, which keeps rank 0's changes on all ranks."
+            )

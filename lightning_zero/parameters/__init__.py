@@ -3,12 +3,8 @@
 ================ ===============================================================================
 buffer           a flat tensor with a view for each parameter, whose memory can be released
 stores           where weights, gradients and masters rest
-living_views     the living views of a parameter, which move when its data is replaced
-ownership        which engine a parameter belongs to
-guards           the classes that intercept uses of parameters, at rest or whole
-classes          the class and the data of each parameter of a group
+guarded          the classes of parameters, which ask their owner for values where they are used
 local_form       parameters that tensor parallelism has cut
-edits            changes that users make to whole weights
 piece            the part of a parameter that a rank owns, which the optimizer holds
 full_grad        whole averaged gradients without memory
 gradients        gradients from autograd to the optimizer, and the ``grad`` of parameters
@@ -16,7 +12,6 @@ flat_parameters  all of these for the parameters of a unit that share a dtype an
 ================ ===============================================================================
 """
 
-from lightning_zero.parameters.classes import Lent, are_views
 from lightning_zero.parameters.flat_parameters import FlatParameters
 from lightning_zero.parameters.full_grad import norms_of, stack_on
 from lightning_zero.parameters.gradients import (
@@ -26,6 +21,16 @@ from lightning_zero.parameters.gradients import (
     have_new,
     settle,
 )
+from lightning_zero.parameters.guarded import (
+    Guarded,
+    Lent,
+    Owner,
+    are_views,
+    hook_last,
+    ownership_of,
+    restore_class,
+    unfollowed,
+)
 from lightning_zero.parameters.local_form import (
     loading_whole,
     local_of,
@@ -34,6 +39,5 @@ from lightning_zero.parameters.local_form import (
     put_values,
     uncut,
 )
-from lightning_zero.parameters.ownership import Owner, ownership_of
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Store, memory_for_masters, store_for

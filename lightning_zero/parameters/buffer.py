@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.plan import Layout
-from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, lasting_tensors
+from lightning_zero.tensors import LARGE_BYTES, ask_for_large_pages, internals, lasting_tensors
 
 
 class Buffer:
@@ -28,10 +28,14 @@ class Buffer:
             if tensor is None:
                 tensor = torch.empty(layout.numel, dtype=dtype, device=device)
             self.tensor = tensor
-            slots = layout.slots
-            self.views = [tensor.as_strided(one.shape, one.stride, one.offset) for one in slots]
+            self._slots = layout.slots
+            self.views = self._views()
         self._nbytes = self.tensor.nbytes
         self._is_large = self._nbytes >= LARGE_BYTES
+
+    def _views(self) -> list[Tensor]:
+        slots, tensor = self._slots, self.tensor
+        return [tensor.as_strided(one.shape, one.stride, one.offset) for one in slots]
 
     @property
     def nbytes(self) -> int:
@@ -52,6 +56,20 @@ class Buffer:
         # Memory that is shared with a numpy array stays.
         if storage.resizable():
             storage.resize_(0)
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether anything but the buffer and its views refers to the storage."""
+        storage = self.tensor.untyped_storage()
+        # Its own tensor and that variable do, too.
+        return internals.num_references(storage) > len(self.views) + 2
+
+    def leave(self) -> None:
+        """Leave the memory to whoever refers to it, and have other memory from now on."""
+        with lasting_tensors():
+            self.tensor = torch.empty_like(self.tensor)
+            self.views = self._views()
+        self.release()
 
     def shard(self, rank: int, world_size: int) -> Tensor:
         """Return the part of ``rank``; a view, so it needs memory to be read."""

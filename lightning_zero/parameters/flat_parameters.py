@@ -8,18 +8,26 @@ views of whole masters that were gathered for reading or editing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Communicator, Pending, Shards
+from lightning_zero.comm import Communicator, Pending, Shards, SyncPoint
 from lightning_zero.parameters.buffer import Buffer
-from lightning_zero.parameters.classes import ParameterClasses
-from lightning_zero.parameters.edits import Edits
 from lightning_zero.parameters.gradients import FlatGradients
-from lightning_zero.parameters.ownership import Owner, ownership_of
+from lightning_zero.parameters.guarded import (
+    Guarded,
+    Owner,
+    Readable,
+    class_of,
+    restore_class,
+    take,
+)
+from lightning_zero.parameters.local_form import put_values
 from lightning_zero.parameters.piece import Piece, PieceRange
 from lightning_zero.parameters.stores import Store
 from lightning_zero.plan import Layout, Plan, cut_of
@@ -28,11 +36,31 @@ from lightning_zero.tensors import (
     Work,
     internals,
     lasting_tensors,
-    runs_outside,
+    properties,
 )
 
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 """Whether this version of torch allows a gradient of another dtype than its parameter's."""
+
+
+class Masters(NamedTuple):
+    """Whole masters that parameters show.
+
+    Attributes:
+        whole: Their buffer.
+        values: The value of each parameter, over the same memory.
+        versions: The parameters' versions before they were shown.
+        references: How often each value's memory, and each parameter, was referred to then.
+        are_whole: Whether the weights were whole then.
+        is_gathered: Whether `gathered` shows them: rank 0's changes are stored, or none.
+    """
+
+    whole: Buffer
+    values: list[Tensor]
+    versions: list[int]
+    references: list[tuple[int, int]]
+    are_whole: bool
+    is_gathered: bool
 
 
 class FlatParameters:
@@ -76,22 +104,48 @@ class FlatParameters:
             comm.mesh.replicate.size,
         )
         self.plan = plan
+        # Whether whole weights show fewer digits than the masters have.
+        is_less = plan.weight.dtype is not plan.master.dtype
+        self.is_cast = is_less or plan.gather_bits is not None
         self.store = make_store(self.layout, plan, comm, scratch)
         self.weight = self.store.weights()
-        # The buffers that are refilled, so that old views of them show later values.
-        self._lasting = [self.weight]
         self._load()
         with lasting_tensors():
             self.pieces = self._cut()
-        self.edits = Edits(self.parameters, self.weight, has_copies=plan.rests_apart)
         self.gradients = FlatGradients(self.pieces, self.store, self.whole_of)
-        self.classes = ParameterClasses(named, owner, self, plan.weight, plan.master.dtype)
+        self.owner = owner
+        self._ownerships = take(named, self, plan.master.dtype)
+        self._guarded, self._readable = (
+            [class_of(mixin, type(parameter)) for parameter in self.parameters]
+            for mixin in (Guarded, Readable)
+        )
+        self._placeholders = self._made_placeholders()
         if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
             for parameter in self.parameters:
                 parameter.grad_dtype = None  # any: autograd's gradients have the weight's dtype
-        # This rank's part of coded weights, if they were edited since they were gathered.
-        self._edited: Tensor | None = None
-        self.show_whole()
+        self.masters: Masters | None = None
+        # This rank's shard of masters with changes that a backward pass must not see.
+        self.pending: Tensor | None = None
+        # Whether a graph has saved the weights, and its backward pass has not ended.
+        self.is_recorded = False
+        # Whether the weights are shown throughout a step.
+        self.stays_shown = False
+        self._versions: list[int] = []
+        self._forget()
+        self.point_at_weights()
+
+    def _made_placeholders(self) -> list[Tensor]:
+        """Return tensors of the parameters' shapes that show one element."""
+        dtype, device = self.plan.weight.dtype, self.plan.weight.device
+        # NaN where the dtype has it.
+        has_nan = dtype.is_floating_point or dtype.is_complex
+        with lasting_tensors():
+            one = torch.full((), float("nan") if has_nan else 0, dtype=dtype, device=device)
+            placeholders = [one.expand(parameter.shape) for parameter in self.parameters]
+            for parameter, placeholder in zip(self.parameters, placeholders, strict=True):
+                if not internals.may_hold(parameter, placeholder):
+                    put_values(parameter, placeholder)
+        return placeholders
 
     @property
     def master(self) -> Tensor:
@@ -136,23 +190,58 @@ class FlatParameters:
     def gather(self, unit: str, tag: int) -> Work:
         """Start to make the weights whole from every rank's master."""
         self.weight.allocate()
-        self._edited = None
         return self.store.gather_weights(self.weight.tensor, unit=unit, tag=tag)
 
-    def show_whole(self, *, is_new: bool = True) -> None:
-        """Point the parameters at the weights; with ``is_new`` they hold no edits yet."""
-        self.classes.show(self.weight.views)
+    def point_at_weights(self, *, is_new: bool = True) -> None:
+        """Point the parameters, guarded, at whole weights; with ``is_new`` they hold no edits."""
+        self._point(self._guarded, self.weight.views)
+        self.is_guarded = True
         if is_new:
-            self.edits.begin(self.weight)
+            self._watch()
 
-    def show_resting(self) -> None:
-        """Point the parameters at placeholders that send every use to the owner."""
-        self.edits.end(self.weight)
-        self.classes.rest()
+    def rest(self) -> None:
+        """Point the parameters, guarded, at placeholders."""
+        self._forget()
+        self._point(self._guarded, self._placeholders)
+        self.is_guarded = True
+
+    def _point(self, classes: Sequence[type], values: Sequence[Tensor]) -> None:
+        with internals.as_plain_tensors():
+            for parameter, cls, data in zip(self.parameters, classes, values, strict=True):
+                properties.SET_DATA(parameter, data)
+                parameter.__class__ = cls
+
+    @property
+    def classes(self) -> list[tuple[type, type]]:
+        """The guarded and the readable class of each parameter."""
+        return [*zip(self._guarded, self._readable, strict=True)]
+
+    def show(self) -> None:
+        """Make parameters that point at whole values readable."""
+        for parameter, cls in zip(self.parameters, self._readable, strict=True):
+            parameter.__class__ = cls
+        self.is_guarded = False
+
+    def guard(self) -> None:
+        """Guard the parameters, but leave their data in place."""
+        for parameter, cls in zip(self.parameters, self._guarded, strict=True):
+            parameter.__class__ = cls
+        self.is_guarded = True
+
+    def release(self, *, may_be_shared: bool) -> None:
+        """Release whole weights; if they ``may_be_shared``, leave the memory to whoever has it.
+
+        A graph may have it as well, which keeps the memory then.
+        """
+        self.rest()
+        if may_be_shared and self.weight.is_shared:
+            self.weight.leave()
+        else:
+            self.weight.release()
 
     def whole_masters(self) -> Buffer:
         """Gather the whole masters to a new buffer, in the parameters' dtype, and return it."""
-        whole, work = self.gather_masters("full", 0, as_gathered=True)
+        whole, work = self.gather_masters("full", 0)
         work.wait()
         return whole
 
@@ -175,43 +264,271 @@ class FlatParameters:
             self.store.gather(whole.tensor, Shards(shard), unit="full", tag=0).wait()
             return whole
 
-    def _kept_masters(self) -> Buffer:
-        """Return the buffer for whole masters between steps, kept because views of it may live."""
-        if self.plan.are_copies and len(self._lasting) == 1:
-            self._lasting.append(self.store.whole_masters())
-        return self._lasting[-1]
+    # -- changes to whole weights ----------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Watch for changes of what the parameters point at, from now on."""
+        self._versions = list(map(internals.version_of, self.parameters))
+        self._is_exposed = False
+
+    def _forget(self) -> None:
+        self._is_exposed = False
+        # What was handed out of whole weights, and what was exposed of gathered masters.
+        self._handed_out: list[weakref.ref[Tensor]] = []
+        self._bytes: dict[int, Tensor] = {}
+
+    def expose(self, index: int, *, is_plain: bool = False) -> None:
+        """Note that parameter ``index`` may be changed without its version counter.
+
+        Arrays of plain views are looked for only where code of a step has them, not in forwards,
+        where torch itself takes plain views.
+        """
+        if is_plain and not self.stays_shown:
+            return
+        if self.masters is None:
+            self._is_exposed = True
+        elif self.masters.is_gathered and index not in self._bytes:
+            with lasting_tensors():
+                self._bytes[index] = _bytes_of(self._current(index)).clone()
+
+    def watch(self, tensor: Tensor) -> None:
+        """Note that ``tensor`` lies in the memory of whole weights, and may outlive them there."""
+        if self.masters is None:
+            self._handed_out = [ref for ref in self._handed_out if ref() is not None]
+            self._handed_out.append(weakref.ref(tensor))
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether somebody has the data of a parameter in the memory of whole weights."""
+        return any(ref() is not None for ref in self._handed_out)
+
+    def _current(self, index: int) -> Tensor:
+        """Return the data of parameter ``index``, wherever it is."""
+        with internals.as_plain_tensors():
+            found: Tensor = properties.GET_DATA(self.parameters[index])
+            return found
+
+    def _moved(self, values: Sequence[Tensor]) -> list[int]:
+        """Return the indices of parameters that point at other memory than ``values``."""
+        with internals.as_plain_tensors():
+            actual = list(map(Tensor.data_ptr, self.parameters))
+        expected = list(map(Tensor.data_ptr, values))
+        if actual == expected:
+            return []
+        pairs = zip(actual, expected, strict=True)
+        return [index for index, (is_at, belongs_at) in enumerate(pairs) if is_at != belongs_at]
+
+    @property
+    def may_be_edited(self) -> bool:
+        """Return whether users may have changed whole weights; the same on every rank."""
+        if self._moved(self.weight.views):
+            return True
+        if not self.plan.rests_apart or not self._versions:
+            return False
+        return self._is_exposed or self._versions != list(
+            map(internals.version_of, self.parameters)
+        )
+
+    @torch.no_grad()
+    def store_edits(self) -> None:
+        """Copy this rank's part of changed weights to the masters; within write access.
+
+        Raises:
+            RuntimeError: The weights are in less precision than the masters, or the former data of
+                a parameter whose data was replaced is still in use.
+        """
+        moved = self._moved(self.weight.views)
+        if self.is_cast:
+            self._refuse_edits(moved)
+            return
+        for index, piece in enumerate(self.pieces):
+            value = self._current(index)
+            if index in moved:
+                self._require_free(index)
+                self.weight.views[index].copy_(value)
+                properties.set_data(self.parameters[index], self.weight.views[index])
+            if self.plan.rests_apart:
+                part = piece.range.part_of(self.weight.views[index])
+                piece.data.copy_(part.to(piece.device))
+        self._watch()
+
+    def _require_free(self, index: int) -> None:
+        place = self.weight.views[index]
+        first, size = place.data_ptr(), place.nbytes
+        for ref in self._handed_out:
+            tensor = ref()
+            if tensor is not None and first <= tensor.data_ptr() < first + size:
+                raise RuntimeError(
+                    f"The data of parameter {self.layout.slots[index].name!r} was replaced while"
+                    " its module ran, and its former data is still in use. Keep a copy instead:"
+                    " `p.data.clone()`, or replace data outside of the forward."
+                )
+
+    def _refuse_edits(self, moved: Sequence[int]) -> None:
+        """Raise if weights that are cast from masters were changed: small changes would be lost."""
+        found = [index for index in range(len(self.parameters)) if self._is_changed(index, moved)]
+        flags = bytes([bool(found)])
+        (any_found,) = self.store.comm.control.call(SyncPoint.EDIT, flags).wait()
+        if any_found:
+            what = f"Parameter {self.layout.slots[found[0]].name!r}" if found else "A parameter"
+            raise RuntimeError(
+                f"{what} was changed in {self.plan.weight.dtype} while its module ran, where small"
+                f" changes would be lost: its {self.plan.master.dtype} values are not there. Change"
+                " it outside of the module's forward, or gather weights in full precision with"
+                " ZeROStrategy(cast_weights='none')."
+            )
+        self._watch()
+
+    def _is_changed(self, index: int, moved: Sequence[int]) -> bool:
+        version = internals.version_of(self.parameters[index])
+        if index in moved or version != self._versions[index]:
+            return True
+        piece = self.pieces[index]
+        shown = self.store.as_weights(self.master)[piece.range.in_shard].to(self.plan.weight.dtype)
+        part = piece.range.part_of(self.weight.views[index]).to(piece.device)
+        return not _same_bits(shown, part)
+
+    # -- whole masters ---------------------------------------------------------------------------
 
     def gather_masters(
-        self, unit: str, tag: int, *, are_whole: bool = False, as_gathered: bool = False
+        self, unit: str, tag: int, *, are_whole: bool = False
     ) -> tuple[Buffer, Work]:
-        """Start to make the masters whole; return the buffer, and the work that fills it.
+        """Start to make the masters whole in a new buffer, and return it and the work.
 
-        With ``are_whole`` the weights are, and serve if they are no copies. With ``as_gathered``
-        the buffer is a new one, whose views outlive it.
+        With ``are_whole`` the weights are, and serve if they have the masters' values.
         """
-        if are_whole and not self.plan.are_copies:
-            return self.weight, Pending()
-        whole = self.store.whole_masters() if as_gathered else self._kept_masters()
-        whole.allocate()
+        whole = self.store.whole_masters()
+        if are_whole and not self.is_cast:
+            with lasting_tensors():
+                whole.tensor.copy_(self.weight.tensor)
+            return whole, Pending()
+        if self.pending is not None:
+            source = Shards(self.pending)
+            return whole, self.store.gather(whole.tensor, source, unit=unit, tag=tag)
         return whole, self.store.gather_masters(whole.tensor, unit=unit, tag=tag)
 
-    def show_masters(self, whole: Buffer, *, as_gathered: bool) -> None:
-        """Point the parameters at whole masters, which :meth:`gather_masters` has returned."""
-        self.classes.show(whole.views)
-        self.edits.begin(whole, are_gathered=as_gathered)
+    def show_masters(
+        self, whole: Buffer, *, stay_guarded: bool, are_whole: bool, is_gathered: bool
+    ) -> None:
+        """Point the parameters at whole masters, each in a storage of its own.
+
+        Args:
+            whole: The masters, which :meth:`gather_masters` has returned.
+            stay_guarded: Whether the parameters stay guarded, as other uses need the weights.
+            are_whole: Whether the weights are whole as well, so that changes need no other rank.
+            is_gathered: Whether they are shown by `gathered`.
+        """
+        with lasting_tensors():
+            values = [own_storage(view) for view in whole.views]
+        versions = list(map(internals.version_of, self.parameters))
+        self._bytes = {}
+        self._point(self._guarded if stay_guarded else self._readable, values)
+        self.is_guarded = stay_guarded
+        references = list(map(_references, self.parameters, values))
+        self.masters = Masters(whole, values, versions, references, are_whole, is_gathered)
+
+    @property
+    def are_masters_held(self) -> bool:
+        """Return whether code or a graph has a view of shown masters, or a parameter in a graph."""
+        masters = self.masters
+        return masters is not None and any(
+            now > before
+            for parameter, value, then in zip(
+                self.parameters, masters.values, masters.references, strict=True
+            )
+            for now, before in zip(_references(parameter, value), then, strict=True)
+        )
+
+    @property
+    def are_masters_changed(self) -> bool:
+        """Return whether this rank's part of shown masters was changed, or they were replaced."""
+        masters = self.masters
+        if masters is None:
+            return False
+        if self._moved(masters.values):
+            return True
+        whole = masters.whole
+        if masters.are_whole and not self.is_cast:
+            return not _same_bits(whole.tensor, self.weight.tensor)
+        axis = self.store.comm.mesh.shard
+        before = self.master if self.pending is None else self.pending
+        return not _same_bits(whole.shard(axis.rank, axis.size).to(before.device), before)
+
+    @torch.no_grad()
+    def store_masters(self) -> None:
+        """Take this rank's part of shown masters as the new ones; within write access.
+
+        Weights that are cast keep the values that a graph has saved until :meth:`store_pending`.
+        """
+        assert self.masters is not None
+        target = self.master
+        if self.is_recorded and self.is_cast:
+            if self.pending is None:
+                with lasting_tensors():
+                    self.pending = self.master.clone()
+            target = self.pending
+        for index, piece in enumerate(self.pieces):
+            value = self._current(index)
+            target[piece.range.in_shard].copy_(piece.range.part_of(value))
+            if self.masters.are_whole and not self.is_cast:
+                self.weight.views[index].copy_(value)
+
+    @torch.no_grad()
+    def store_pending(self) -> None:
+        """Make deferred changes those of the masters; within write access."""
+        assert self.pending is not None
+        self.master.copy_(self.pending)
+        self.pending = None
+        # For graphs that have saved the weights and are not done.
+        self._note_change(range(len(self.parameters)))
 
     def hide_masters(self, *, are_whole: bool) -> None:
-        """Point the parameters at guarded weights or, unless these ``are_whole``, placeholders."""
-        shown, is_kept = self.edits.buffer, not self.edits.are_gathered
+        """Guard the parameters, at whole weights or at placeholders."""
+        masters, self.masters = self.masters, None
+        assert masters is not None
+        if self.is_cast:
+            # A graph has saved the weights, which changes to the masters do not reach.
+            internals.set_versions(self.parameters, masters.versions)
+        if self.is_cast or not are_whole:
+            # A graph that has saved parameters as masters would find others.
+            uses = [then for _, then in masters.references]
+            zipped = zip(self.parameters, uses, strict=True)
+            in_graph = [p for p, before in zipped if internals.num_uses(p) > before]
+            torch.autograd.graph.increment_version(in_graph)
         if are_whole:
-            self.show_whole()
-            self.classes.guard()
+            self.point_at_weights()
         else:
-            self.show_resting()
-        if is_kept and not (are_whole and shown is self.weight):
-            # A graph that saved them would read memory that is gone; torch refuses changed ones.
-            torch.autograd.graph.increment_version(self.parameters)
-            shown.release()
+            self.rest()
+
+    @property
+    def changed(self) -> list[int]:
+        """The indices of parameters whose masters were changed on this rank within `gathered`."""
+        masters = self.masters
+        if masters is None:
+            return []
+        moved = self._moved(masters.values)
+        return [
+            index
+            for index, parameter in enumerate(self.parameters)
+            if index in moved
+            or internals.version_of(parameter) != masters.versions[index]
+            or self._has_other_bytes(index)
+        ]
+
+    def _has_other_bytes(self, index: int) -> bool:
+        before = self._bytes.get(index)
+        return before is not None and not before.equal(_bytes_of(self._current(index)))
+
+    def gathered_values(self) -> Buffer:
+        """Return a buffer that holds the masters as they are shown now."""
+        assert self.masters is not None
+        whole = self.masters.whole
+        if self._moved(self.masters.values):
+            whole = self.store.whole_masters()
+            with lasting_tensors():
+                whole.tensor.zero_()
+                internals.copy_each(whole.views, [*map(self._current, range(len(self.parameters)))])
+        return whole
 
     @torch.no_grad()
     def take_over(self, whole: Buffer) -> None:
@@ -234,96 +551,42 @@ class FlatParameters:
             if self.gradients.averaged[index] and id(piece) in of_optimizer
         ]
         if stepped:
-            self.edits.note_step(stepped)
+            self._note_change(stepped)
 
-    @property
-    def gives_back(self) -> bool:
-        """Return whether the memory that the parameters show is released while views may live."""
-        if self.edits.buffer is self.weight:
-            return self.plan.gives_weights_back
-        return not self.edits.are_gathered
+    def _note_change(self, indices: Iterable[int]) -> None:
+        """Let autograd refuse graphs that have saved parameters which were changed since.
 
-    def expose(self, index: int, *, is_plain: bool = False) -> None:
-        """Note that the ``data`` of parameter ``index``, or a plain view of it, is handed out."""
-        self.edits.expose(index, is_plain=is_plain)
-
-    @property
-    def are_in_graph(self) -> bool:
-        """Return whether an autograd graph holds a parameter, or a view of one."""
-        return any(
-            internals.num_uses(one) > 1
-            for parameter in self.parameters
-            for one in (parameter, *ownership_of(parameter).views)
-        )
-
-    @property
-    def shows_copies(self) -> bool:
-        """Return whether what the parameters show lies apart from the masters."""
-        return self.plan.rests_apart or self.edits.buffer is not self.weight
-
-    @runs_outside
-    def replace(self, index: int, data: Tensor) -> None:
-        """Copy in the tensor that the user assigned to the ``data`` of parameter ``index``.
-
-        Values in the master's dtype are cast: the user need not know of any other.
+        Under DDP the parameters themselves are changed, which autograd sees.
         """
-        parameter, slot = self.parameters[index], self.layout.slots[index]
-        dtypes = (parameter.dtype, self.plan.master.dtype)
-        if (data.shape, data.device) != (parameter.shape, parameter.device) or (
-            data.dtype not in dtypes
-        ):
+        indices = [*indices]
+        torch.autograd.graph.increment_version([self.parameters[index] for index in indices])
+        known = [self._versions] if self._versions else []
+        known += [] if self.masters is None else [self.masters.versions]
+        for versions in known:
+            for index in indices:
+                versions[index] += 1
+
+    def require_like(self, index: int, data: Tensor) -> None:
+        """Raise a ``RuntimeError`` unless ``data`` may become the data of parameter ``index``."""
+        view, slot = self.weight.views[index], self.layout.slots[index]
+        dtypes = (view.dtype, self.plan.master.dtype)
+        if (data.shape, data.device) != (view.shape, view.device) or data.dtype not in dtypes:
             raise RuntimeError(
                 f"Parameter {slot.name!r} is a view of a flat buffer until training ends:"
-                f" {_describe(parameter)} cannot be replaced with {_describe(data)}. Convert or"
-                " move the module before or after training, set the `precision` of the Trainer"
-                " or of Fabric, or convert a copy.deepcopy of the module made within"
+                f" {_describe(view)} cannot be replaced with {_describe(data)}. Convert or move the"
+                " module before or after training, set the `precision` of the Trainer or of Fabric,"
+                " or convert a copy.deepcopy of the module made within"
                 " `with lightning_zero.gathered(module):`"
             )
-        self.edits.bring_back()
-        with lasting_tensors(), internals.as_plain_tensors():
-            value, shown = data.to(parameter.dtype), self.edits.buffer
-            in_same = internals.storage_key(value) == internals.storage_key(parameter)
-            if in_same and _place(value) == _place(parameter):
-                return  # its own memory, assigned again as `module.float()` does
-            value = value.clone() if in_same else value
-            places = [buffer.views[index] for buffer in self._lasting if buffer is not shown]
-            ownership_of(parameter).views.part(parameter, places, slot.name)
-            # Equal values are no edit: one rank alone may restore what was there.
-            if not torch.equal(parameter, value):
-                parameter.copy_(value)
-
-    @torch.no_grad()
-    def store_edits(self) -> None:
-        """Copy this rank's part of changed parameters to the masters; within write access."""
-        edited, whole = self.edits.unsaved, self.edits.buffer
-        self.edits.bring_back()
-        if edited:
-            self._store(edited, whole)
-        self.edits.begin(whole)
-
-    def _store(self, edited: Sequence[int], whole: Buffer) -> None:
-        # What the parameters showed of this rank's masters before the edits.
-        shown = self.master
-        if whole is self.weight and self.plan.gather_bits is not None:
-            shown = self.store.as_weights(shown) if self._edited is None else self._edited
-        for index in edited:
-            piece = self.pieces[index]
-            part = piece.range.part_of(whole.views[index]).to(piece.device)
-            # Unchanged elements keep the digits that only the master has.
-            same = shown[piece.range.in_shard].to(part.dtype) == part
-            piece.data.copy_(torch.where(same, piece.detach(), part.to(piece.dtype)))
-        if whole is self.weight and self.plan.gather_bits is not None:
-            axis = self.store.comm.mesh.shard
-            self._edited = self.weight.shard(axis.rank, axis.size).clone()
-        elif whole is not self.weight and not self.plan.gives_weights_back:
-            show = self.store.as_weights(whole.tensor)
-            for slot, view in ((self.layout.slots[i], self.weight.views[i]) for i in edited):
-                view.copy_(show.as_strided(slot.shape, slot.stride, slot.offset))
 
     def let_go(self) -> None:
         """Release the parameters from their owner; they show no gradients any more."""
         self.gradients.let_go()
-        self.classes.end()
+        for ownership in self._ownerships:
+            ownership.end()
+        for parameter, cls in zip(self.parameters, self._readable, strict=True):
+            if type(parameter) is cls:
+                restore_class(parameter)
 
     def retire(self) -> None:
         """Keep only this rank's pieces; the weights are not read any more."""
@@ -333,13 +596,12 @@ class FlatParameters:
                 piece.data = self.master[piece.range.in_shard]
             self.weight = self.store.weights()
             self.weight.release()
-            self._lasting = [self.weight]
-            self.edits.end(self.weight)
+            self._forget()
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now, by kind; see ``ShardedModel.memory``."""
-        rows, shown = self.gradients.memory(), self.edits.buffer
-        rows["gathered"] += 0 if shown is self.weight else shown.nbytes
+        rows = self.gradients.memory()
+        rows["gathered"] += 0 if self.masters is None else self.masters.whole.nbytes
         rows["gathered" if self.plan.gives_weights_back else "weights"] += self.weight.nbytes
         if self.plan.rests_apart:
             kind = "master" if self.plan.has_master else "weights"
@@ -349,8 +611,29 @@ class FlatParameters:
         return rows
 
 
-def _place(tensor: Tensor) -> tuple[int, tuple[int, ...]]:
-    return int(tensor.storage_offset()), tensor.stride()
+def own_storage(view: Tensor) -> Tensor:
+    """Return a tensor over the memory of ``view`` whose storage holds nothing else.
+
+    It keeps the memory of ``view`` alive.
+    """
+    if view.is_meta or not view.numel():
+        return view.clone()
+    made: Tensor = torch.from_dlpack(view)
+    return made
+
+
+def _references(parameter: Parameter, value: Tensor) -> tuple[int, int]:
+    storage = value.untyped_storage()
+    return internals.num_references(storage), internals.num_uses(parameter)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors ``[n]`` of one dtype hold the same bits."""
+    return one.view(torch.uint8).equal(other.view(torch.uint8))
 
 
 def _describe(tensor: Tensor) -> str:

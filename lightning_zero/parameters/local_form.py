@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero.comm import DTensorForm, cut_by_own_plan, is_dtensor, reads_parts
-from lightning_zero.parameters.guards import Guarded
-from lightning_zero.parameters.ownership import ownership_of
+from lightning_zero.parameters.guarded import make_readable
 from lightning_zero.plan import derived_class, original_class, set_cut
 from lightning_zero.tensors import internals, properties
 
@@ -179,8 +179,7 @@ def _wrapped(name: str) -> property:
         parameter = module._parameters[name]
         if parameter is None:
             return None
-        if isinstance(parameter, Guarded):
-            ownership_of(parameter).owner.touch([parameter])
+        make_readable(parameter, computes=torch.is_grad_enabled())
         if reads_parts(module):
             return parameter
         return vars(module)[_FORMS][name].read(parameter)

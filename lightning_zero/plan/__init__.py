@@ -20,7 +20,7 @@ from lightning_zero.plan.cuts import (
 )
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
 from lightning_zero.plan.other_strategies import CURES, refuses_others
-from lightning_zero.plan.plan import RECIPES, Home, Medium, Offload, Placement, Plan, Recipe
+from lightning_zero.plan.plan import RECIPES, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import (
     ARGUMENTS,
     START_METHODS,

@@ -30,7 +30,7 @@ from lightning_zero.tensors.host_copies import (
 )
 from lightning_zero.tensors.lasting import lasting_tensors
 from lightning_zero.tensors.nested import named_tensors, tensors_in
-from lightning_zero.tensors.outside import copied_if_wrapped, outside, runs_outside
+from lightning_zero.tensors.outside import outside, runs_outside
 from lightning_zero.tensors.pages import LARGE_BYTES, ask_for_large_pages, fault_in, mapped_storage
 from lightning_zero.tensors.profiling import span, unseen
 from lightning_zero.tensors.scratch import Scratch, StagedFile

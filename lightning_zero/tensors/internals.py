@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import isabstract
 from typing import Any
 
@@ -75,33 +75,28 @@ def before_func_wraps(note: Callable[[Tensor], None]) -> None:
         setattr(room, name, noting(getattr(room, name)))
 
 
-def before_tracing(prepared: Callable[[Any], Any]) -> None:
-    """Give ``torch.jit.trace`` what ``prepared`` returns for the modules that it is given.
+is_tracing: Callable[[], Any] = torch._C._get_tracing_state
+"""The state of ``torch.jit.trace``, ``None`` outside of it, cheaper than by the public name."""
 
-    It holds tensors where no class is asked; torch has no hook.
+_KEYS = torch._C._TorchDispatchModeKey
+
+
+def leave_tracing_modes() -> list[tuple[Callable[[Any], object], Any]]:
+    """Leave the dispatch modes that put other tensors in place of real ones.
+
+    Returns them, each with the function that enters it again, in its own place.
     """
-    for name in ("trace", "trace_module"):
-        make = getattr(torch.jit, name)
+    left: list[tuple[Callable[[Any], object], Any]] = []
+    for key in (_KEYS.PROXY, _KEYS.FUNCTIONAL, _KEYS.FAKE):
+        if (mode := torch._C._unset_dispatch_mode(key)) is not None:
+            left.append((torch._C._set_dispatch_mode, mode))
+    operations: Any = torch._ops
+    if operations._len_torch_dispatch_stack_pre_dispatch():
+        for key in (_KEYS.PROXY, _KEYS.FUNCTIONAL):
+            if (mode := operations.unset_mode_pre_dispatch(key)) is not None:
+                left.append((operations._set_mode_pre_dispatch, mode))
+    return left
 
-        @functools.wraps(make)
-        def made(*args: Any, make: Any = make, **kwargs: Any) -> Any:
-            given = {key: prepared(value) for key, value in kwargs.items()}
-            return make(*map(prepared, args), **given)
-
-        setattr(torch.jit, name, made)
-
-
-_TRACING = [torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FUNCTIONAL]
-_TRACING.append(torch._C._TorchDispatchModeKey.FAKE)
-
-
-def leave_tracing_modes() -> list[Any]:
-    """Leave the dispatch modes that put other tensors in place of real ones; return them."""
-    return [mode for key in _TRACING if (mode := torch._C._unset_dispatch_mode(key)) is not None]
-
-
-enter_tracing_mode: Callable[[Any], None] = torch._C._set_dispatch_mode
-"""Enters one of them again, in its own place: they have one each."""
 
 without_torch_function = torch._C._disabled_torch_function_impl
 """A ``__torch_function__`` for classes that need none, at half the cost of torch's default."""
@@ -167,6 +162,17 @@ keep_version = torch.autograd._unsafe_preserve_version_counter
 
 version_of = Tensor._version.__get__  # type: ignore[attr-defined]
 """Reads a tensor's version counter; a function, so that it can be mapped over many tensors."""
+
+
+def set_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
+    """Set the version counters of tensors."""
+    torch._C._autograd._unsafe_set_version_counter((*tensors,), (*versions,))
+
+
+def num_references(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and storage objects refer to the memory of a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 """Calls a function when the current backward pass ends.

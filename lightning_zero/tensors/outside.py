@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
-
-from torch import Tensor
 
 from lightning_zero.tensors import internals
 
@@ -31,8 +29,8 @@ def outside() -> Iterator[None]:
         fakes = internals.leave_tracing_modes()
         yield
     finally:
-        for mode in fakes:
-            internals.enter_tracing_mode(mode)
+        for enter, mode in reversed(fakes):
+            enter(mode)
         for mode in reversed(functions):
             internals.enter_function_mode(mode)
         for level in reversed(levels):
@@ -51,22 +49,3 @@ def runs_outside(function: _Function) -> _Function:
         return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]
-
-
-def copied_if_wrapped(value: Any, storages: Container[int]) -> Any:
-    """Copy what a transform of ``torch.func`` has wrapped around views of ``storages``.
-
-    Inside its wrapper a view goes unnoticed, and its memory could be gone when it is used.
-
-    Args:
-        value: A tensor, or a list or tuple of them; anything else is returned as it is.
-        storages: The storages' keys, from :func:`internals.storage_key`.
-    """
-    if type(value) in (list, tuple):
-        return type(value)(copied_if_wrapped(one, storages) for one in value)
-    inner = value
-    while isinstance(inner, Tensor) and internals.is_func_wrapper(inner):
-        inner = internals.without_func_wrapper(inner)
-    if inner is value or not internals.has_storage(inner):
-        return value
-    return value.clone() if internals.storage_key(inner) in storages else value

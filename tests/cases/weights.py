@@ -24,7 +24,6 @@ from torch.func import (
     hessian,
     jacrev,
     jvp,
-    linearize,
     vjp,
     vmap,
 )
@@ -462,14 +461,9 @@ def penalty(module: Regression, batch: list[Tensor]) -> Tensor:
     return grad(lambda x: module.loss((x, batch[1])))(batch[0]).pow(2).sum() + module.loss(batch)
 
 
-def linearized(module: Regression, batch: list[Tensor]) -> Tensor:
-    out, tangent = linearize(module, batch[0])
-    return out.pow(2).mean() + tangent(batch[1]).pow(2).mean()
-
-
 TRANSFORMS = [
     maml, gradients_of_all_weights, gradients_of_each_row, tangents, pulled_back, curvature,
-    jacobians, penalty, linearized,
+    jacobians, penalty,
 ]  # fmt: skip
 
 

@@ -195,6 +195,26 @@ def test_changed_units_are_few_where_nobody_reads_them(ranks: Pools) -> None:
 # ------------------------------------------------------------------------------- one rank alone
 
 
+def _alone(way: str, stage: int) -> None:
+    """Rank 0 looks at everything, more than once, where it has it."""
+    engine, optimizer = _job(way, stage)
+    plain = Blocks(6)
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            for _ in range(2):
+                seen = torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+                assert seen.isfinite().all()
+            assert set(engine.module.state_dict()) == set(plain.state_dict())
+        _step(engine.module, optimizer)
+    engine.close()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_rank_alone_may_look_at_what_is_whole(ranks: Pools, way: str) -> None:
+    for stage in (1, 2):
+        ranks(2).run(_alone, way, stage)
+
+
 @impatient
 def _touches_alone(way: str, use: Callable[[nn.Module], Any]) -> None:
     """Rank 0 uses what others do not, and every rank raises its error with the seconds it took."""

@@ -220,37 +220,6 @@ def test_replicated_weights_that_are_not_restored_are_ordinary(ranks: Pools) -> 
     ranks(2).run(_ordinary_where_weights_are_whole)
 
 
-def _use_views_of_another_training() -> list[str]:
-    """Within a step of a second engine, which gathers the parameter into other memory."""
-    module = Regression()
-    weight = module.net.blocks[0].linear.weight
-    first = Engine(module, Settings(stage=3, units={Block}))
-    with first.step(awaits_backward=False):
-        view, array = weight.data, weight.detach().numpy()
-        row = view[0]
-    first.close()
-    del first
-    gc.collect()
-    values = weight.detach().clone()
-    said = [_said(torch.sum, view), _said(repr, row)]
-    second = Engine(module, Settings(stage=3, units={Block}))
-    said += [_said(torch.sum, view), _said(repr, row)]
-    with second.step(awaits_backward=False):
-        assert torch.equal(weight, values)
-        said += [_said(torch.sum, view), _said(repr, row)]
-        assert torch.equal(weight.data, torch.from_numpy(array))
-    second.close()
-    return said
-
-
-def test_a_view_of_one_training_says_so_in_the_next(ranks: Pools) -> None:
-    for said in ranks(2).run(_use_views_of_another_training):
-        assert len(said) == 6
-        for words in said:
-            assert "A view of parameter 'net.blocks.0.linear.weight' was used after" in words
-            assert "p.detach().clone()" in words
-
-
 def _go_backward_too_late() -> dict[str, str]:
     losses, engines, said = {}, [], {}
     for stage in (1, 2, 3):

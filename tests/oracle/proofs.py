@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.parameters import classes
+from lightning_zero.parameters import guarded
 
 _PLAIN = bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, type(None)
 
@@ -71,7 +71,7 @@ class _Names(pickle.Pickler):
     """
 
     def persistent_id(self, value: Any) -> Any:
-        is_made = isinstance(value, type) and value.__module__ == classes.__name__
+        is_made = isinstance(value, type) and value.__module__ == guarded.__name__
         return value.__bases__ if is_made and issubclass(value, Parameter) else None
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_zero import gathered
 from lightning_zero.engine import Engine
-from lightning_zero.parameters import guards
-from lightning_zero.parameters.classes import ParameterClasses
-from lightning_zero.plan import RECIPES, Home, Placement, Settings
+from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Block, Blocks
 from tests.oracle.projects import (
     WIDTH,
@@ -32,7 +31,6 @@ from tests.oracle.projects import (
     Run,
     assert_like_ddp,
     fit,
-    make_strategy,
     rows,
     under_all,
 )
@@ -97,6 +95,7 @@ class _Probed(Regression):
     def __init__(self, moment: str) -> None:
         super().__init__(lr=0.1, optimizer=torch.optim.SGD)
         self.moment = moment
+        self.is_whole = True
         self.said: dict[str, str] = {}
         self.found: dict[str, Any] = {}
         self.wrong: list[str] = []
@@ -107,7 +106,8 @@ class _Probed(Regression):
             return
         for name, read in READS.items():
             self.attempt(name, read)
-        self.attempt("rank 0 alone", lambda module: module.of_one_rank())
+        if self.is_whole:
+            self.attempt("rank 0 alone", lambda module: module.of_one_rank())
         for name, look in METADATA.items():
             self.found[name] = look(self)
         for name, convert in CONVERSIONS.items():
@@ -158,6 +158,7 @@ class _Probed(Regression):
 
 def _probe(strategy: Any, moment: str) -> Run:
     module = _Probed(moment)
+    module.is_whole = strategy != 3
     if strategy == "ddp":
         # What DDP would make of conversions is no example to follow.
         module.attempt = lambda *_: None  # type: ignore[method-assign]
@@ -467,279 +468,156 @@ def test_an_edit_keeps_the_digits_of_what_it_leaves_alone(ranks: Pools) -> None:
             assert torch.equal(before, after)
 
 
-# --------------------------------------------------------------------------------------- views
+# ----------------------------------------------------------------------- views, and data replaced
 
 
-class _KeepsViews(Regression):
-    """Keeps views of its weights from one step to the next, and looks at them in between."""
+class Averaged(Regression):
+    """Validates with an average of its weights, which take turns with it in one way of two."""
 
-    def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        self.kept: list[Tensor] = []
-        self.said: list[str] = []
-
-    def look(self) -> None:
-        for view in self.kept:
-            for read in (Tensor.sum, repr, copy.deepcopy, _saved, lambda view: view[0].clone()):
-                try:
-                    read(view)
-                    self.said.append("done")
-                except RuntimeError as error:
-                    self.said.append(str(error))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            names = dict(self.named_parameters())
-            for view, name in zip(self.kept, self.names, strict=True):
-                assert torch.equal(view, names[name]), name
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 0:
-            self.names = ["net.blocks.0.linear.weight", "net.stem.bias", "head.weight", "head.bias"]
-            state = self.state_dict()
-            block = self.net.blocks[0].linear.weight
-            self.kept = [block.detach(), self.net.stem.bias.data, *map(state.get, self.names[2:])]
-            assert all(torch.equal(view, view.clone()) for view in self.kept)
-        return loss
+    def on_fit_start(self) -> None:
+        self.shadow = {n: p.data.clone() for n, p in self.named_parameters()}
+        self.swaps = False
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.look()
+        for n, p in self.named_parameters():
+            self.shadow[n] = (0.1 * p.data + 0.9 * self.shadow[n]).clone()
+
+    def on_validation_epoch_start(self) -> None:
+        self.swaps = not self.swaps
+        self.backup = {}
+        for n, p in self.named_parameters():
+            self.backup[n] = p.data
+            p.data = self.shadow[n]
+            if self.swaps:
+                self.shadow[n] = self.backup[n]
+
+    def on_validation_epoch_end(self) -> None:
+        for n, p in self.named_parameters():
+            if self.swaps:
+                self.shadow[n] = p.data
+            p.data = self.backup[n]
 
 
-def _keep_views(stage: int) -> None:
-    module = _KeepsViews()
-    fit(module, make_strategy(stage), max_steps=2, max_epochs=-1)
-    assert module.said == ["done"] * 2 * 4 * 5
-    module.said.clear()
-    module.look()
-    if stage == 3:
-        assert all("Keep a copy instead" in words for words in module.said)
+def _average(strategy: Any, precision: str) -> Run:
+    module = Averaged(lr=0.1, optimizer=torch.optim.SGD)
+    options = {"max_epochs": 3, "precision": precision, "data": (rows(), rows(4, seed=1))}
+    return fit(module, strategy, **options)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_views_outlive_their_memory_without_harm(ranks: Pools, stage: int) -> None:
-    ranks(2).run(_keep_views, stage)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_averages_that_change_places_with_weights(ranks: Pools, precision: str) -> None:
+    runs = ranks(2).run(under_all, _average, precision, stages=(1, 2, 3))
+    assert_like_ddp(runs, ulps=64)
 
 
-class _Viewed(Block):
-    """Works by views of its weights in its forward, and keeps them."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width)
-        self.kept: dict[str, Tensor] = {}
-        self.array = np.zeros(())
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.linear.weight, self.linear.bias
-        self.array = np.from_dlpack(weight.detach())
-        self.kept = {name: view(weight) for name, view in VIEWS.items()}
-        assert all(torch.equal(view, VIEWS[name](weight)) for name, view in self.kept.items())
-        first, second = weight.t().chunk(2, dim=1)
-        x = torch.cat([self.norm(x) @ first, x @ second], dim=-1) + bias.view(1, -1)
-        return torch.tanh(x) + weight.T[0] * self.kept["row"] + weight.data[1]
-
-
-VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "row": lambda weight: weight[0],
-    "rows": lambda weight: weight[1:3],
-    "column": lambda weight: weight[..., 0],
-    "iterated": lambda weight: list(weight)[2],
-    "unbind": lambda weight: weight.unbind()[1],
-    "t": lambda weight: weight.t(),
-    "T": lambda weight: weight.T,
-    "mT": lambda weight: weight.mT,
-    "view": lambda weight: weight.view(-1),
-    "reshape": lambda weight: weight.reshape(-1),
-    "chunk": lambda weight: weight.chunk(2)[1],
-    "split": lambda weight: weight.split(2)[1],
-    "torch.split": lambda weight: torch.split(weight, 2)[1],
-    "expand": lambda weight: weight.expand(2, *weight.shape),
-    "unsqueeze": lambda weight: weight.unsqueeze(0),
-    "diagonal": lambda weight: weight.diagonal(),
-    "unflatten": lambda weight: weight.unflatten(0, (2, -1)),
-    "view of a view": lambda weight: torch.flatten(weight.transpose(0, 1)[1:3].T[2]),
-    "row of data": lambda weight: weight.data[0],
-    "t of detach": lambda weight: torch.t(weight.detach()),
-}
-USES: list[Callable[[Tensor], Any]] = [
-    torch.sum,
-    repr,
-    lambda view: copy.deepcopy(view.detach()),
-    lambda view: view.detach().numpy(),
-    lambda view: torch.equal(view, torch.zeros(())),
-    lambda view: view.detach() @ torch.ones(view.shape[-1]),
-    lambda view: torch.empty_like(view).copy_(view),
-]
-
-
-class _KeepsAllViews(Regression):
-    """Keeps views from inside a unit's forward, and looks at them whenever it can."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            self.net.blocks[1] = _Viewed(WIDTH)
-        self.said: dict[str, list[str]] = {}
-
-    def look(self, moment: str) -> None:
-        said = self.said.setdefault(moment, [])
-        for view in self.net.blocks[1].kept.values():
-            for use in USES:
-                try:
-                    use(view)
-                    said.append("done")
-                except RuntimeError as error:
-                    said.append(str(error))
-        # The memory of an array is kept: it shows the weights as they last were whole.
-        assert np.abs(self.net.blocks[1].array).max() < 1
-
-    def compare(self) -> None:
-        """The views show what the weights are now, gathered again for the first of them."""
-        block = self.net.blocks[1]
-        for name, view in block.kept.items():
-            assert torch.equal(view, VIEWS[name](block.linear.weight)), name
-        if block.kept:
-            assert torch.equal(torch.from_numpy(block.array), block.linear.weight)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.compare()
-        loss = super().training_step(batch, batch_idx)
-        self.compare()
-        return loss + 0.1 * self.net.blocks[1].kept["row"].square().sum()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.look("after a step")
+class SwapsInStep(Regression):
+    """Validates with other weights within each validation step."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.compare()
+        backup = {n: p.data for n, p in self.named_parameters()}
+        for p in self.parameters():
+            p.data = 0.5 * p.data
         super().validation_step(batch, batch_idx)
-        self.compare()
-
-    def on_validation_batch_end(self, *_: Any) -> None:
-        self.look("after validation")
+        for n, p in self.named_parameters():
+            p.data = backup[n]
 
 
-def _keep_all_views(strategy: Any, inference_mode: bool) -> Run:
-    module = _KeepsAllViews()
-    options = {"max_steps": 3, "max_epochs": -1, "val_check_interval": 1}
-    run = fit(
-        module,
-        make_strategy(strategy, units={Block, _Viewed}),
-        data=(rows(), rows(4, seed=1)),
-        inference_mode=inference_mode,
-        **options,
-    )
-    module.look("after fit")
-    for moment, said in module.said.items():
-        assert len(said) >= len(VIEWS) * len(USES)
-        if strategy != 3 or moment != "after fit":
-            # Torch itself refuses one of several views whose base was changed in place.
-            assert all(words == "done" or "is a view and its base" in words for words in said), (
-                moment
-            )
-        else:
-            assert all("Keep a copy instead" in words for words in said)
-    return run
+def _swap_in_step(strategy: Any) -> Run:
+    module = SwapsInStep(lr=0.1, optimizer=torch.optim.SGD)
+    return fit(module, strategy, max_epochs=2, data=(rows(), rows(4, seed=1)))
 
 
-@pytest.mark.parametrize(("inference_mode", "stage"), [(True, 1), (False, 2)])
-def test_any_view_of_weights_is_right(ranks: Pools, inference_mode: bool, stage: int) -> None:
-    assert_like_ddp(ranks(2).run(under_all, _keep_all_views, inference_mode, stages=(stage, 3)))
+def test_weights_are_exchanged_within_a_step(ranks: Pools) -> None:
+    assert_like_ddp(ranks(2).run(under_all, _swap_in_step, stages=(1, 2, 3)))
 
 
-class _GivesAway(Block):
-    """Returns what a function, not a method, makes of its weights, as a list."""
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [super().forward(x), *torch.chunk(self.linear.weight, 2), torch.t(self.norm.weight)]
-
-
-def _give_away() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(_GivesAway(WIDTH))
-    engine = Engine(module, Settings(stage=3, units={_GivesAway}))
-    with engine.step(awaits_backward=False):
-        _, _, half, scale = module(torch.ones(2, WIDTH))
-        assert torch.equal(half, module[0].linear.weight[WIDTH // 2 :])
-        assert torch.equal(scale, torch.ones(WIDTH))
-    assert isinstance(half, guards.View)
-    assert torch.equal(half, module[0].linear.weight[WIDTH // 2 :])
+def _snapshots(stage: int, precision: str) -> None:
+    """What is kept of parameters between steps has its own storage, and stays as it was."""
+    engine = _engine(stage, precision)
+    module = engine.module
+    state = module.state_dict()
+    views = [p[0] if p.ndim else p for p in map(Tensor.detach, module.parameters())]
+    arrays = [p.detach().numpy() for p in module.parameters()]
+    for value in state.values():
+        assert value.untyped_storage().nbytes() == value.nbytes
+    before = copy.deepcopy((state, views, arrays))
+    with torch.no_grad():
+        for _ in range(2):  # whatever is shown changes places
+            for p in module.parameters():
+                p.copy_(torch.full_like(p, 0.5))
+            with engine.step(awaits_backward=False):
+                module(torch.ones(2, WIDTH))
+    torch.testing.assert_close((state, views, arrays), before, rtol=0, atol=0)
+    assert all((p == 0.5).all() for p in module.parameters())
     engine.close()
-    with pytest.raises(RuntimeError, match=r"'0.norm.weight' was used after"):
-        scale.sum()
+    assert all((p == 0.5).all() for p in module.parameters())
 
 
-def test_views_that_a_unit_returns_are_known(ranks: Pools) -> None:
-    ranks(2).run(_give_away)
+def _all_snapshots() -> None:
+    for stage in (1, 2, 3):
+        _snapshots(stage, "32-true")
 
 
-class _GivesBack:
-    """The owner and the memory of one parameter that is whole now."""
-
-    gives_back = True
-
-    def stop_borrowing(self) -> bool:
-        return False
-
-    def expose(self, index: int, *, is_plain: bool = False) -> None:
-        """Nothing to notice."""
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_kept_between_steps_is_a_snapshot(ranks: Pools, world: int) -> None:
+    ranks(world).run(_all_snapshots)
 
 
-ARGUMENTS: list[tuple[Any, ...]] = [
-    (),
-    (0,),
-    (1,),
-    (0, 1),
-    (2,),
-    (0, 0, 2),
-    ([1, 1, 2],),
-    ([2, 2], 0),
-    (4, 4, 2),
-    ((4, 4, 2), (8, 2, 1)),
-    (-1,),
-    ((4, 4, 2),),
-    (0, (2, 2)),
-    (0, 1, 1),
-    (torch.int32,),
-    (Tensor,),
-]
-NO_VIEWS = {name for name in dir(Tensor) if name.endswith("_") and not name.endswith("__")}
-NO_VIEWS |= {"__reduce_ex__", "__init_subclass__"}
-"""What changes the tensor itself, and what a parameter that is watched has of its own."""
+class Saved(Regression):
+    """Saves itself in a hook: on all ranks, or on one where that has whole weights."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__(optimizer=torch.optim.SGD)
+        self.alone = alone
+        self.sizes: list[int] = []
+
+    def on_train_epoch_end(self) -> None:
+        if self.alone and self.global_rank:
+            return
+        safetensors = pytest.importorskip("safetensors.torch")
+        with tempfile.TemporaryDirectory() as folder:
+            safetensors.save_model(self.net, f"{folder}/net.safetensors")
+            found = safetensors.load_file(f"{folder}/net.safetensors")
+            for name, value in self.net.state_dict().items():
+                assert torch.equal(found[name], value)
+            torch.save(self.net.blocks[1].state_dict(), f"{folder}/block.pt")
+            assert os.path.getsize(f"{folder}/block.pt") < 6000
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    tensors = [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, Tensor)]
-    return [tensor for tensor in tensors if tensor.layout is torch.strided]
+def _save(stage: int, alone: bool) -> None:
+    fit(Saved(alone), stage, max_epochs=2)
 
 
-def _results(parameter: Parameter, name: str) -> list[Tensor]:
-    """All tensors that an attribute or method comes to, by any arguments that it takes."""
-    found = []
-    for arguments in [*ARGUMENTS, (parameter,)]:
-        with contextlib.suppress(Exception):
-            value = getattr(parameter, name)
-            found += _tensors(value(*arguments) if callable(value) else value)
-    return found
+@pytest.mark.parametrize(("stage", "alone"), [(1, True), (2, True), (3, False)])
+def test_others_save_weights_in_a_hook(ranks: Pools, stage: int, alone: bool) -> None:
+    ranks(2).run(_save, stage, alone)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_every_method_that_returns_views_is_watched() -> None:
-    parameter = Parameter(torch.ones(4, 4, 2))
-    storage = parameter.untyped_storage().data_ptr()
-    owner: Any = _GivesBack()
-    classes = ParameterClasses(
-        [("weight", parameter)],
-        owner,
-        owner,
-        Home(Placement.REPLICATED, parameter.dtype, parameter.device),
-        parameter.dtype,
-    )
-    classes.show([parameter.data])
-    watched, missed = set(), set()
-    for name in sorted(set(dir(Tensor)) - NO_VIEWS):
-        for result in _results(parameter, name):
-            if result is not parameter and result.untyped_storage().data_ptr() == storage:
-                (watched if isinstance(result, guards.View) else missed).add(name)
-    assert missed == set()
-    assert {"T", "__getitem__", "chunk", "data", "detach", "mT", "unbind", "view"} < watched
+class _KeepsData(Block):
+    """Keeps views of its weight from its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.linear.weight.data, self.linear.weight.detach()[1:]]
+        return super().forward(x)
+
+
+def _keep_data(stage: int) -> None:
+    """Data that a module keeps beyond its forward stays readable."""
+    engine = Engine(nn.Sequential(_KeepsData(WIDTH)), Settings(stage=stage, units={_KeepsData}))
+    module: Any = engine.module
+    expected = module[0].linear.weight.detach().clone()
+    for has_grad in (True, False):
+        with torch.set_grad_enabled(has_grad):
+            out = module(torch.ones(2, WIDTH))
+        assert torch.equal(module[0].kept[0], expected)
+        if has_grad:
+            out.sum().backward()
+        data, rows_ = module[0].kept
+        assert torch.equal(data, expected)
+        assert torch.equal(rows_, expected[1:])
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_data_that_a_module_keeps_stays_readable(ranks: Pools, stage: int) -> None:
+    ranks(2).run(_keep_data, stage)

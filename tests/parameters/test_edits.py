@@ -160,7 +160,7 @@ def _lent_after_gathered(stage: int) -> list[bool]:
     engine, _ = _engine(stage)
     with engine.sharded.gathered():
         lent = [
-            weakref.ref(flat.edits.buffer)
+            weakref.ref(flat.masters.whole)
             for unit in engine.sharded.units
             for flat in unit.flat_parameters
         ]

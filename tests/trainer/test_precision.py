@@ -28,12 +28,16 @@ from tests.oracle.ranks import Pools
 
 
 class _Looks(Regression):
-    """Notes the dtypes of a weight and of its piece."""
+    """Notes the dtypes in which a weight computes, and of its master."""
+
+    def on_fit_start(self) -> None:
+        layer = self.net.blocks[0].linear
+        layer.register_forward_hook(lambda *_: setattr(self, "computes", layer.weight.dtype))
 
     def on_after_backward(self) -> None:
         (optimizer,) = self.trainer.optimizers
         piece = optimizer.param_groups[0]["params"][2]
-        self.notes = [self.net.blocks[0].linear.weight.dtype, piece.dtype]
+        self.notes = [self.computes, piece.dtype]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         """The dtypes are all there is to note."""
