@@ -57,6 +57,7 @@ class Backward:
         self.events = Events(
             began=weakly(self._on_outputs_grad),
             ended=weakly(self._on_inputs_grad),
+            leaves_done=weakly(self._on_leaf_inputs_grad),
         )
         self._on_step_grad = weakly(self._on_held_grad)
 
@@ -161,6 +162,13 @@ class Backward:
             unit.weights.reshard()
         if self._step.phase is Phase.BACKWARD:
             self._prefetcher.prefetch()
+
+    def _on_leaf_inputs_grad(self, call: Call) -> None:
+        """End the backward of a call whose inputs are leaves, if the unit's gradients are there."""
+        unit = self._units[call.unit]
+        unit.calls.end_backward(call, is_certain=False)
+        if unit.gradients.are_complete and not unit.calls.awaited:
+            self._on_inputs_grad(call)
 
     def on_grad(self, unit: Unit, index: int, _: Tensor) -> None:
         """Take a parameter's gradient; the last one of a unit may start its reduction."""

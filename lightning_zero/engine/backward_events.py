@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.tensors import internals, outside, tensors_in
 
@@ -39,12 +40,14 @@ class Events(NamedTuple):
 
     Attributes:
         began: Called at the first gradient of an output, with the call and the gradients.
-        ended: Called when the inputs have their gradients, with the call and the gradients. Not
-            for leaves: one may have its gradient before the rest of the call's backward is done.
+        ended: Called when the inputs have their gradients, with the call and the gradients.
+        leaves_done: Called instead of ``ended`` if all inputs are leaves. A leaf may have its
+            gradient before the rest of the call's backward is done, so this alone is not the end.
     """
 
     began: Callable[[Call, Any], None]
     ended: Callable[[Call, Any], None]
+    leaves_done: Callable[[Call], None]
 
 
 class Calls:
@@ -74,14 +77,16 @@ class Calls:
         call = Call(self._unit)
         self.running.append(call)
         for inputs in _inputs(arguments) if arguments else ():
+            self.awaited.add(call)
             inner = [tensor for tensor in inputs if not tensor.is_leaf]
-            if inner:
-                self.awaited.add(call)
             if len(inner) == 1:
                 # Equivalent to torch's multi-grad hook, at half the cost.
                 inner[0].register_hook(functools.partial(events.ended, call))  # type: ignore[no-untyped-call]
             elif inner:
                 register_multi_grad_hook(inner, functools.partial(events.ended, call), mode="all")
+            else:
+                # Torch's multi-grad hook does not support leaves in `torch.autograd.grad`.
+                _on_leaf_grads(inputs, functools.partial(events.leaves_done, call))
 
     def end(self, outputs: Iterable[Tensor], events: Events) -> bool:
         """End the innermost forward; return whether its ``outputs`` can get gradients."""
@@ -103,11 +108,11 @@ class Calls:
             register_multi_grad_hook(tracked, functools.partial(events.began, call), mode="any")
         return True
 
-    def end_backward(self, call: Call) -> None:
-        """Note a call's backward as ended."""
+    def end_backward(self, call: Call, *, is_certain: bool = True) -> None:
+        """Note a call's backward as ended; if not ``is_certain``, no event will mark its end."""
         self.awaited.discard(call)
         self.in_backward.discard(call)
-        self._has_ended = True
+        self._has_ended |= is_certain
 
     @property
     def have_passed(self) -> bool:
@@ -123,6 +128,20 @@ class Calls:
         """Forget all calls, including those that are running."""
         self.running = []
         self.end_pass()
+
+
+def _on_leaf_grads(leaves: list[Tensor], done: Callable[[], None]) -> None:
+    """Call ``done`` once every leaf has had a gradient."""
+    waiting: dict[int, RemovableHandle] = {}
+
+    def note(number: int, _: Tensor) -> None:
+        waiting.pop(number).remove()
+        if not waiting:
+            done()
+
+    for number, leaf in enumerate(leaves):
+        hook = functools.partial(note, number)
+        waiting[number] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
