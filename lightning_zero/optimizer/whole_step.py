@@ -106,19 +106,27 @@ class Whole:
         self.parameter.requires_grad_(self.piece.requires_grad)
 
     def _next_of(self, received: Sequence[Iterator[Tensor]]) -> Tensor:
-        slot, like = self.piece.range.slot, self.piece
-        flat = torch.empty(self._num_parts, slot.numel, dtype=like.dtype, device=like.device)
+        slot, like, cut = self.piece.range.slot, self.piece, self._cut
+        shapes = [slot.shape]
+        if cut is not None:
+            shapes = [cut.part_shape(slot.shape, number) for number in range(cut.size)]
+        flat = [
+            torch.empty(math.prod(shape), dtype=like.dtype, device=like.device) for shape in shapes
+        ]
         for number, (parts, (start, stop)) in enumerate(zip(received, self._sent, strict=True)):
-            part = flat[number % self._num_parts, start:stop]
+            part = flat[number % self._num_parts][start:stop]
             part.view(torch.uint8).copy_(next(parts))
-        whole = [part.as_strided(slot.shape, slot.stride, part.storage_offset()) for part in flat]
-        return whole[0] if self._cut is None else self._cut.whole_of(whole)
+        if cut is None:
+            return flat[0].as_strided(slot.shape, slot.stride)
+        return cut.whole_of([part.view(shape) for part, shape in zip(flat, shapes, strict=True)])
 
     def pieces(self) -> Iterator[Tensor]:
         """Yield each rank's piece of what was stepped here."""
-        whole, range_ = self.parameter.detach(), self.piece.range
-        parts = [whole] if self._cut is None else torch.chunk(whole, self._num_parts, self._cut.dim)
-        flat = [range_.flat(part) for part in parts]
+        whole, cut = self.parameter.detach(), self._cut
+        if cut is None:
+            flat = [self.piece.range.flat(whole)]
+        else:
+            flat = [cut.part_of(whole, number).reshape(-1) for number in range(cut.size)]
         for number, (start, stop) in enumerate(self.ranges):
             yield flat[number % self._num_parts][start:stop]
 

