@@ -257,7 +257,7 @@ def _fail_and_train() -> list[int]:
 
 def test_windows_of_failed_steps_do_not_stay_mapped(ranks: Pools) -> None:
     for counts in ranks(2).run(_fail_and_train):
-        assert max(counts[6:]) <= max(counts[:6]), counts
+        assert max(counts[6:]) <= max(counts[:6]) + 2, counts  # a leak would add one each step
 
 
 def test_the_ledger_counts_by_step() -> None:
