@@ -75,7 +75,7 @@ class Run:
     def rest(self) -> None:
         """Wait for the end of a step, including gathers that the next one would wait for."""
         for unit in self.contender.engine.sharded.units if self.contender.engine else ():
-            unit.weights.wait_if_in_flight()
+            unit.weights.wait()
         self.settle()
 
     def settle(self) -> None:

@@ -144,7 +144,7 @@ class Job:
     def wait(self) -> None:
         """Let everything that was started end."""
         for unit in self.engine.sharded.units:
-            unit.weights.wait_if_in_flight()
+            unit.weights.wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

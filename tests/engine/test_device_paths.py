@@ -237,7 +237,7 @@ def test_path(seen_of: SeenOf, name: str) -> None:
         if rank == 0:
             print(row(name, seen, foretold))
         # The host reads gradients that have come down: once all of them have.
-        assert all(place.startswith("tensors/host_copies.py") for place in seen.waits)
+        assert all(place.startswith("tensors/host_copies.py") for place in seen.waits), seen.waits
         num_waits = way.num_microbatches if way.offload is not None else 0
         assert sum(seen.waits.values()) == num_waits
         # Codes, sums over copies and what goes to the host are seen where activations are small.

@@ -334,7 +334,11 @@ def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> Aliv
             optimizer.step()
         held, alive = sum(engine.sharded.memory().values()), live.count()
     recompute.remove()
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    dtypes = {
+        slot.name: flat.plan.weight.dtype
+        for flat in engine.sharded.flats
+        for slot in flat.layout.slots
+    }
     activations = live_activations(case, rows, recipe.autocast, dtypes, units)
     return Alive(peak, held, alive, *_in_flight(engine), activations)
 

@@ -51,7 +51,7 @@ def _foretold(stage: int, optimizer: str, precision: str) -> tuple[Any, Any, lis
             one.step()
     engine.sharded.refresh(engine.sharded.units)
     for unit in engine.sharded.units:
-        unit.weights.wait_if_in_flight()
+        unit.weights.wait()
         unit.weights.reshard()
     held = engine.sharded.memory()
     engine.close()

@@ -45,6 +45,7 @@ from lightning_zero.tensors import (
     Scratch,
     StagedFile,
     StagingMemory,
+    internals,
     staging,
 )
 from lightning_zero.tensors import host_copies as copies_module
@@ -263,6 +264,10 @@ class Device(TorchDispatchMode):
 
     def memory_of(self, tensor: Tensor) -> tuple[Memory, int, int]:
         """Return a tensor's memory, and the bytes of it that it spans."""
+        with internals.as_plain_tensors():
+            return self._memory_of(tensor)
+
+    def _memory_of(self, tensor: Tensor) -> tuple[Memory, int, int]:
         first = tensor.storage_offset() * tensor.itemsize
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         reach = sum((size - 1) * stride for size, stride in strides) + 1
@@ -277,7 +282,7 @@ class Device(TorchDispatchMode):
                 return memory, span[0] + address - place, span[1] + address - place
         if self.running is not self.host and not tensor.is_meta:
             self.paint(tensor, "pageable")  # a thread's
-            return self.memory_of(tensor)
+            return self._memory_of(tensor)
         return self._track(storage), *span
 
     def kind(self, tensor: Tensor) -> str:
