@@ -27,7 +27,7 @@ from lightning_zero.parameters import (
     settle,
 )
 from lightning_zero.plan import Settings
-from lightning_zero.tensors import Scratch, bytes_held, runs_outside
+from lightning_zero.tensors import Scratch, bytes_held, internals, runs_outside
 
 
 class ShardedModel:
@@ -131,7 +131,8 @@ class ShardedModel:
             piece.data.copy_(piece.range.part_of(value))
             return
         self.touch([parameter])
-        parameter.copy_(value)
+        with internals.as_plain_tensors():  # masters that are shown in a step stay guarded
+            parameter.copy_(value)
 
     @runs_outside
     def keep_edits(self) -> None:

@@ -227,7 +227,7 @@ class Guarded(_Owned):
         if func in properties.CREATING:
             if isinstance(args[0], Guarded):
                 kwargs = {"dtype": ownership_of(cast(Parameter, args[0])).dtype, **kwargs}
-        else:
+        elif not _repeats_backward(func, (args, kwargs)):
             make_readable((args, kwargs), computes=_computes(func, args, kwargs))
         with internals.as_plain_tensors():
             return func(*args, **kwargs)
@@ -301,6 +301,18 @@ def _require_like(parameter: Parameter, data: Tensor) -> None:
     ownership = ownership_of(parameter)
     if (group := ownership.group) is not None:
         group.require_like(ownership.index, data)
+
+
+def _repeats_backward(func: Any, value: Any) -> bool:
+    """Return whether a dispatch mode calls what autograd computes, with weights that are whole."""
+    if not isinstance(func, torch._ops.OpOverload) or not internals.in_backward():
+        return False
+    with internals.as_plain_tensors():
+        return all(
+            one.untyped_storage().nbytes() >= one.nbytes
+            for one in _tensors_in(value)
+            if isinstance(one, Guarded) and isinstance(one, Tensor)
+        )
 
 
 def _computes(func: Any, args: Any, kwargs: Any) -> bool:
