@@ -89,6 +89,8 @@ class ShardedValue(Tensor):
         if func in properties.FACTS:
             with internals.as_plain_tensors():
                 return func(*args, **kwargs)
+        if func is Tensor.detach and isinstance(first, ShardedValue) and first.value is not None:
+            return first._detached()
         if isinstance(first, ShardedValue) and first.value is None:
             if func in _SAME or (func is Tensor.detach and not first.requires_grad):
                 return first
@@ -132,6 +134,13 @@ class ShardedValue(Tensor):
             return None
         is_copy = result.dtype is self.facts[2]
         return self.with_part(self.part.clone() if is_copy else self.part, result.dtype)
+
+    def _detached(self) -> ShardedValue:
+        """Return another of the same memory, as ``Parameter(value)`` needs it."""
+        found = self.with_part(self.part)
+        found.is_own = self.is_own
+        found.value = None if self.value is None else self.value.detach()
+        return found
 
     @runs_outside
     def read(self) -> Tensor:

@@ -177,10 +177,17 @@ class Forward:
         is_cast_later = torch.is_grad_enabled() or is_backward or _autocasts()
         if not is_cast_later and any(unit.weights.is_cast for unit in units):
             return False  # nothing would cast what the weights are computed with
+        # A forward that is run again for a unit's backward calls no hooks; the unit is released
+        # after its backward, like any other.
+        again = [unit for unit in units if is_backward and computes and unit.calls.in_backward]
         for unit in units:
             self._prefetcher.unshard(unit)
-            unit.pin()
+            if unit not in again:
+                unit.pin()
         for unit in units:
+            if unit in again:
+                unit.weights.show()
+                continue
             unit.weights.wait()
             if is_backward and not computes:
                 unit.weights.expose()

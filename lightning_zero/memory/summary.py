@@ -87,6 +87,9 @@ def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
             for flat in sharded.flats:
                 trains = flat.trainable and bool(sharded.optimizers)
                 kinds = flat.plan.resting_bytes(flat.layout.numel, axis.size, trainable=trains)
+                ranges = [piece.range for piece in flat.pieces]
+                if not any(one.numel or not one.slot.numel for one in ranges):
+                    kinds["gradients"] = 0  # a rank whose shard is padding keeps none
                 kinds["states"] = sum(
                     states.nbytes(piece.parameter, piece.range.numel, axis.rank, axis.size)
                     for piece in flat.pieces

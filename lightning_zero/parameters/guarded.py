@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
@@ -213,6 +214,8 @@ class Guarded(_Owned):
     ) -> Any:
         """Let metadata functions through; for any other get values from the owner first."""
         kwargs = kwargs or {}
+        if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETERS:
+            raise _untrained(args[0])
         if func in properties.METADATA and func not in properties.CREATING:
             if func in _OF_MASTER and isinstance(args[0], Guarded):
                 return _OF_MASTER[func](ownership_of(cast(Parameter, args[0])).dtype, args[0])
@@ -234,7 +237,8 @@ class Guarded(_Owned):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
         make_readable(self)
-        return copy.deepcopy(cast(Parameter, self), memo)
+        with _in_original_class(cast(Parameter, self)) as parameter:
+            return copy.deepcopy(parameter, memo)
 
     def __repr__(self) -> str:
         resting = cast(Parameter, self)
@@ -265,6 +269,8 @@ class Readable(_Owned):
 
     def detach(self) -> Tensor:
         """Return the values without a graph."""
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_code is _MAKES_PARAMETERS:
+            raise _untrained(cast(Parameter, self))
         return _handed_out(cast(Parameter, self), Tensor.detach, is_plain=True)
 
     @property
@@ -295,6 +301,19 @@ def _handed_out(
     found = get(parameter)
     group.watch(found)
     return found
+
+
+_MAKES_PARAMETERS = Parameter.__new__.__code__
+"""What `Parameter(p)` runs, which calls `p.detach()`."""
+
+
+def _untrained(parameter: Parameter) -> RuntimeError:
+    """Return the error for code that makes a ``Parameter`` of one that is trained."""
+    return RuntimeError(
+        f"Parameter {ownership_of(parameter).name!r} is being trained, and another Parameter made"
+        " of it would not be. Parametrize the module (`weight_norm`) before `fit`, in `__init__` or"
+        " `configure_model`, or create the Parameter from a copy: `p.detach().clone()`"
+    )
 
 
 def _require_like(parameter: Parameter, data: Tensor) -> None:

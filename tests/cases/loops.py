@@ -375,29 +375,36 @@ class Gloomy(Regression):
         return None if batch_idx == 1 and self.ending == "skip" else loss
 
 
-@case("errors")
+def trained_after(play: Player, module: Gloomy) -> Trace:
+    """Go on after an exception, which leaves the module whole on one rank, else sharded."""
+    if play.way.world == 1:
+        first = play.trace(module)
+        assert all(type(parameter) is Parameter for parameter in module.parameters())
+        module.ending = ""
+        return play.fit(module, notes=first.params)
+    if play.way.strategy == 3:
+        with pytest.raises(RuntimeError, match="left sharded when training ended"):
+            play.trace(module)
+    return play.fit(Gloomy(""))
+
+
+@case("errors", stages=(1, 2, 3))
 def an_exception_on_all_ranks(play: Player) -> Trace:
-    """The module trains on, as an ordinary one."""
     module = Gloomy("raise")
     with pytest.raises(ArithmeticError, match="gave up"):
         play.fit(module)
-    first = play.trace(module)
-    assert all(type(parameter) is Parameter for parameter in module.parameters())
-    module.ending = ""
-    return play.fit(module, notes=first.params)
+    return trained_after(play, module)
 
 
 case("errors", lambda: Gloomy("skip"), "no_loss_on_one_device", worlds=(1,), stages=(2, 3))
 
 
-@case("errors")
+@case("errors", stages=(1, 2, 3))
 def no_loss_on_all_ranks(play: Player) -> Trace:
     module = Gloomy("skip")
     with pytest.raises(RuntimeError, match="by returning None in distributed training is not"):
         play.fit(module)
-    first = play.trace(module)
-    module.ending = ""
-    return play.fit(module, notes=first.params)
+    return trained_after(play, module)
 
 
 @case("fit", stages=(1, 2, 3))
