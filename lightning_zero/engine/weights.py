@@ -181,7 +181,10 @@ class Weights:
         self.is_pinned = self.stays_shown = False
         for flat in self._flats:
             flat.stays_shown = False
-        if self.shows is Shows.MASTERS or self.residency is Residency.RELEASED:
+        if self.residency is Residency.RELEASED:
+            return
+        if self.shows is Shows.MASTERS:
+            self.keep_edits()
             return
         if self.gives_back:
             self._release(may_be_shared=may_be_shared)
@@ -248,9 +251,9 @@ class Weights:
 
     def keep_edits(self, flats: Sequence[FlatParameters] | None = None) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks."""
-        if self.residency is not Residency.WHOLE or self.shows is Shows.MASTERS:
+        if self.residency is not Residency.WHOLE:
             return
-        edited = [f for f in (self._flats if flats is None else flats) if f.may_be_edited]
+        edited = [f for f in (self._flats if flats is None else flats) if self._is_edited(f)]
         if edited:
             with self._flats[0].store.comm.write_access(SyncPoint.EDIT):
                 for flat in edited:
@@ -259,14 +262,17 @@ class Weights:
     @property
     def is_edited(self) -> bool:
         """Return whether whole weights may have changes by users that the masters lack."""
-        if self.residency is not Residency.WHOLE or self.shows is Shows.MASTERS:
+        if self.residency is not Residency.WHOLE:
             return False
-        return True in [flat.may_be_edited for flat in self._flats]
+        return True in [self._is_edited(flat) for flat in self._flats]
+
+    def _is_edited(self, flat: FlatParameters) -> bool:
+        return flat not in self._shown and flat.may_be_edited
 
     def store_edits(self) -> None:
         """Copy this rank's part of users' changes to the masters; within write access."""
         for flat in self._flats:
-            if flat.may_be_edited:
+            if self._is_edited(flat):
                 flat.store_edits()
 
     # -- masters ---------------------------------------------------------------------------------

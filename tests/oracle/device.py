@@ -360,11 +360,11 @@ class Device(TorchDispatchMode):
             raise AssertionError(f"{func} works on tensors of two memories: {sizes}")
         if not kinds and self.new != "device":
             kinds = {"host"}
-        known = {one.untyped_storage()._cdata for one in given}
+        known = set(map(_storage_of, given))
         result = func(*args, **kwargs)
         leaves = leaves_of([result])
         made = [one for one in leaves if is_memory(one)]
-        made = [one for one in made if one.untyped_storage()._cdata not in known]
+        made = [one for one in made if _storage_of(one) not in known]
         for one in leaves if kinds != {"host"} and self.running is self.host else ():
             if is_number(one):
                 self.memory_of(one)
@@ -549,6 +549,12 @@ def _writes(func: Any) -> tuple[frozenset[int], frozenset[str]]:
     arguments = func._schema.arguments
     written = [n for n, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
     return frozenset(written), frozenset(arguments[n].name for n in written)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return what tells a tensor's storage from others; a guarded parameter's, as it is."""
+    with internals.as_plain_tensors():
+        return int(tensor.untyped_storage()._cdata)
 
 
 @functools.cache

@@ -321,7 +321,7 @@ def test_edits_through_data_last(ranks: Pools, moment: str, edits: list[Any], st
 
 
 def _edit_in_mixed_precision(strategy: Any) -> Run:
-    # In a step autograd records what `parameters_to_vector` reads, so a change behind it is refused.
+    # In a step autograd records what `parameters_to_vector` reads: a change behind it is refused.
     moments = {
         "training_step": [_assign, _row],
         "after the optimizer's step": MIXED_EDITS,

@@ -33,11 +33,10 @@ def test_an_estimate_takes_them() -> None:
     plain = estimate(build, world_size=4)
     coded = estimate(build, ZeROStrategy(**CODED), world_size=4)
     assert coded.resting == plain.resting
-    assert coded.most["gathered"] > plain.most["gathered"]
+    # Codes are held only while they are on the way, and the peak here has none.
+    assert coded.most["gathered"] == plain.most["gathered"]
     # Inboxes hold codes, and what was coded is gone.
     assert coded.most["unreduced"] < plain.most["unreduced"]
-    with pytest.raises(ValueError, match="read each other's memory"):
-        estimate(build, ZeROStrategy(**CODED), world_size=4, shares_memory=True)
     with pytest.raises(ValueError, match="gather_bits=8 has no effect"):
         estimate(build, ZeROStrategy(2, gather_bits=8), world_size=4)
     assert estimate(build, "ddp", world_size=4).stage == 0
