@@ -105,7 +105,7 @@ trainer:
   log_every_n_steps: 1
   logger: {{class_path: pytorch_lightning.loggers.CSVLogger, init_args: {{save_dir: {folder}}}}}
   callbacks:
-  - {{class_path: lightning_zero.mirror.MemoryMonitor, init_args: {{predict: false}}}}
+  - {{class_path: lightning_zero.mirror.MemoryMonitor}}
   - class_path: pytorch_lightning.callbacks.ModelCheckpoint
     init_args: {{dirpath: {folder}, filename: "{{epoch}}", save_top_k: -1}}
   strategy: {strategy}

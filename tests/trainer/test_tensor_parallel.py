@@ -256,7 +256,7 @@ def test_weights_and_gradients_between_steps(ranks: Pools, tmp_path: Path, stage
     for one in found:
         assert one["norms"] == pytest.approx(ddp[0]["norms"], rel=1e-4)
         assert one["read"] == pytest.approx(ddp[0]["read"], rel=1e-3)
-        assert one["told"].count("its memory has been released") == (2 if stage == 3 else 0)
+        assert one["told"] == ""  # what is kept between steps keeps its values
 
 
 _FILES: dict[str, Any] = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
