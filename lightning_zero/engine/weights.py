@@ -253,7 +253,8 @@ class Weights:
         """Copy users' changes of whole weights to the masters, on all ranks."""
         if self.residency is not Residency.WHOLE:
             return
-        edited = [f for f in (self._flats if flats is None else flats) if self._is_edited(f)]
+        candidates = self._flats if flats is None else flats
+        edited = [f for f in candidates if f not in self._shown and f.may_be_edited]
         if edited:
             with self._flats[0].store.comm.write_access(SyncPoint.EDIT):
                 for flat in edited:
@@ -264,15 +265,12 @@ class Weights:
         """Return whether whole weights may have changes by users that the masters lack."""
         if self.residency is not Residency.WHOLE:
             return False
-        return True in [self._is_edited(flat) for flat in self._flats]
-
-    def _is_edited(self, flat: FlatParameters) -> bool:
-        return flat not in self._shown and flat.may_be_edited
+        return True in [f not in self._shown and f.may_be_edited for f in self._flats]
 
     def store_edits(self) -> None:
         """Copy this rank's part of users' changes to the masters; within write access."""
         for flat in self._flats:
-            if self._is_edited(flat):
+            if flat not in self._shown and flat.may_be_edited:
                 flat.store_edits()
 
     # -- masters ---------------------------------------------------------------------------------

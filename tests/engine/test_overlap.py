@@ -312,7 +312,7 @@ def test_python_per_unit_is_bounded(stage: int, per_unit: int) -> None:
     assert in_a_unit.own <= per_unit
     # Torch's own functions too, of which a plain step of such a unit calls some ten.
     assert in_a_unit.all <= per_unit + 45
-    assert in_a_parameter.own <= 12
+    assert in_a_parameter.own <= 13
 
 
 def _profiles_that_stop_early() -> list[set[str]]:
