@@ -110,17 +110,20 @@ def ranks() -> Iterator[Pools]:
 
 @pytest.fixture(autouse=True)
 def _clean_environment() -> Iterator[None]:
-    """Take back what a test leaves in `os.environ`, and the number of threads.
+    """Take back what a test leaves in `os.environ`, the number of threads and the process group.
 
     A Trainer that runs in this process tells its rank there, and scripts that later tests start
     would take themselves for started ones. With more threads, sums have other bits than those of
     the ranks.
     """
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     before = dict(os.environ)
     yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)

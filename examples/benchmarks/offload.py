@@ -56,7 +56,6 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint import load_module_state, read_safetensors, write_safetensors
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import States, UnitStep
-from lightning_zero.parameters import follow_again, stop_following
 from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import StagingMemory
 
@@ -168,17 +167,12 @@ class Stepping:
         optimizer = torch.optim.AdamW(pieces, 1e-4, fused=True)
         unit_step = UnitStep([unit.pieces for unit in self.engine.sharded.units], States(optimizer))
 
-        def settled(step: Callable[[], object]) -> None:
-            stop_following(pieces)
-            step()
-            follow_again(pieces)
-
         def by_unit() -> None:
             unit_step.begin()
             optimizer.step()
             unit_step.end()
 
-        return functools.partial(settled, optimizer.step), functools.partial(settled, by_unit)
+        return optimizer.step, by_unit
 
 
 @torch.no_grad()

@@ -32,7 +32,6 @@ from lightning_zero.comm import Communicator, Control, process_groups
 from lightning_zero.comm.collectives import Collectives
 from lightning_zero.engine import Engine, materialize
 from lightning_zero.optimizer import clip, kept_states
-from lightning_zero.parameters import stop_following
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.device import beside_the_host
 from tests.oracle.devices import DEVICES
@@ -288,7 +287,6 @@ def test_torchs_functions_take_all_gradients_at_once(
         optimizers, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]
     )
     choose: Any = optimizers._default_to_fused_or_foreach
-    stop_following(job.engine.sharded.pieces)  # as a step begins
     assert choose(job.engine.sharded.pieces, differentiable=False) == (False, True)
     job.optimizer.step()
     job.engine.close()
