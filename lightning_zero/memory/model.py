@@ -92,7 +92,9 @@ class ModelPlan:
         parameters = list(self.module.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in parameters)
         self.nbytes = sum(parameter.nbytes for parameter in parameters) + self._buffers
-        self._states = OptimizerStates(optimizers_for(self.module, parameters, optimizer))
+        self._states = OptimizerStates(
+            optimizers_for(self.module, parameters, optimizer), choices=settings.optimizer_step
+        )
         self._events: dict[bool, list[Event]] = {}
 
     @property

@@ -43,6 +43,7 @@ class OptimizerStates:
 
     Args:
         optimizers: The optimizers.
+        choices: The setting ``optimizer_step``.
         dtypes: The dtypes of the masters, by the ids of parameters that may have another.
     """
 
@@ -50,10 +51,11 @@ class OptimizerStates:
         self,
         optimizers: Sequence[Optimizer],
         *,
+        choices: Mapping[str, str] = MappingProxyType({}),
         dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self._optimizers = list(optimizers)
-        self._dtypes = dtypes
+        self._choices, self._dtypes = choices, dtypes
 
     @property
     def names(self) -> list[str]:
@@ -134,14 +136,19 @@ class OptimizerStates:
         for optimizer in self._optimizers:
             if not pieces_of(optimizer):  # else an engine already steps it
                 try:
-                    verdict_of(optimizer, by_unit=True)
+                    verdict_of(optimizer, choices=self._choices, by_unit=True)
                 except ValueError as error:
                     return str(error)
         return ""
 
     @cached_property
     def _ways(self) -> list[Way]:
-        return [_way(optimizer) for optimizer in self._optimizers]
+        return [
+            stepper_of(one).way  # as an engine steps it already
+            if pieces_of(one)
+            else verdict_of(one, choices=self._choices).way
+            for one in self._optimizers
+        ]
 
     @cached_property
     def _members(self) -> list[list[Parameter]]:
@@ -178,11 +185,6 @@ class OptimizerStates:
                         )
                     found[id(own)] = known[key]
         return found
-
-
-def _way(optimizer: Optimizer) -> Way:
-    """Return how an optimizer is stepped, or would be."""
-    return stepper_of(optimizer).way if pieces_of(optimizer) else verdict_of(optimizer).way
 
 
 def optimizers_for(

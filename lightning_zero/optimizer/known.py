@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,24 +52,29 @@ _TABLE: dict[str, dict[Way, str]] = {
         Way.BY_PARAMETER: (
             "AdaFactor AdaGO AdaMuon AdaShift AdaTAM Adalite AdamP Aida Amos ApolloDQN CAME Conda"
             " FAdam FlashAdamW MARS Muon MuonClip Nero NorMuon NovoGrad RACS ROSE Ranger SCION"
-            " SCIONLight SGDP SGDSaI SM3 SOAP SPlus ScalableShampoo Shampoo StableAdamW TAM"
+            " SCIONLight SGDP SGDSaI SM3 SOAP ScalableShampoo Shampoo StableAdamW TAM"
         ),
         Way.ALL_AT_ONCE: (
             "A2Grad ASGD AdaGC AdaHessian AdaNorm Adai AdamS Alice AliG AvaGrad DASH DAdaptAdaGrad"
             " DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD EmoFact EmoLynx EmoNavi Fromage Gravity"
-            " Kron LARS LBFGS Lamb LoRARite Prodigy Ranger21 SPAM SWATS SaRA SophiaH SpectralSphere"
-            " StableSPAM"
+            " Kron LARS LBFGS Lamb LoRARite Prodigy Ranger21 SPAM SPlus SWATS SaRA SophiaH"
+            " SpectralSphere StableSPAM"
         ),
     },
 }
 
-_COARSER_WITH: dict[str, dict[str, Way]] = {
-    "pytorch_optimizer": dict.fromkeys(
-        ("adanorm", "cautious", "stable_adamw", "use_gc"), Way.BY_PARAMETER
-    ),
-    "torchao": {"bf16_stochastic_round": Way.ALL_AT_ONCE},
+_COARSER_WITH: dict[str, dict[tuple[str, bool], Way]] = {
+    "pytorch_optimizer": {
+        **dict.fromkeys(
+            [(name, True) for name in ("adanorm", "cautious", "stable_adamw", "use_gc")],
+            Way.BY_PARAMETER,
+        ),
+        # ScalableShampoo then draws random numbers for each matrix.
+        ("shape_interpretation", False): Way.ALL_AT_ONCE,
+    },
+    "torchao": {("bf16_stochastic_round", True): Way.ALL_AT_ONCE},
 }
-"""Options of a package's classes with which they step in a coarser way."""
+"""Options of a package's classes, and their values, with which they step in a coarser way."""
 
 _FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 """Classes that are stepped fused on CPUs by default.
@@ -123,14 +127,22 @@ def _unhooked(step: Any) -> Any:
 
 
 def is_patched(cls: Any) -> bool:
-    """Return whether the ``step`` of a known class was replaced, as by a mock or a profiler."""
-    known = known_class(cls)
-    if known is None:
-        return False
+    """Return whether the ``step`` of a class was replaced, as by a mock or a profiler.
+
+    Its code is then neither in the file of the class's other methods nor in its package.
+    """
+    owner = next(one for one in cls.__mro__ if "step" in vars(one))
     code = getattr(_unhooked(cls.step), "__code__", None)
-    module = sys.modules.get(known.package)
-    places = [str(Path(str(one.__file__)).parent) for one in (torch, module) if one is not None]
-    return code is None or not code.co_filename.startswith(tuple(places))
+    if code is None:
+        return True
+    own = {key: value for key, value in vars(owner).items() if key != "step"}
+    others = [getattr(value, "__code__", None) for value in own.values()]
+    files = {other.co_filename for other in others if other is not None}
+    package = sys.modules.get(owner.__module__.partition(".")[0])
+    folders = [*torch.__path__, *getattr(package, "__path__", ())]
+    of_class = getattr(sys.modules.get(owner.__module__), "__file__", code.co_filename)
+    is_near = code.co_filename in (files or {of_class})
+    return not is_near and not code.co_filename.startswith(tuple(folders))
 
 
 def known_way(optimizer: Optimizer) -> Way | None:
@@ -138,8 +150,11 @@ def known_way(optimizer: Optimizer) -> Way | None:
     if (known := known_class(type(optimizer))) is None:
         return None
     options: Sequence[Mapping[str, Any]] = (vars(optimizer), *optimizer.param_groups)
-    coarser = _COARSER_WITH.get(known.package, {})
-    found = [way for name, way in coarser.items() if any(one.get(name) for one in options)]
+    found = [
+        way
+        for (name, value), way in _COARSER_WITH.get(known.package, {}).items()
+        if any(name in one and bool(one[name]) is value for one in options)
+    ]
     return max(known.way, *found, key=list(Way).index) if found else known.way
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_zero import ZeROStrategy
 from lightning_zero.fabric import ZeROStrategy as FabricStrategy
+from lightning_zero.memory import estimate
 from lightning_zero.optimizer import (
     States,
     UnitStep,
@@ -113,6 +114,12 @@ def test_options_change_the_way(option: str) -> None:
     assert verdict_of(pytorch_optimizer.ADOPT(mixed())) == (Way.BY_ELEMENT, "", True, False)
 
 
+def test_options_that_are_turned_off_change_the_way() -> None:
+    make = pytorch_optimizer.ScalableShampoo
+    assert verdict_of(make(mixed())).way is Way.BY_PARAMETER
+    assert verdict_of(make(mixed(), shape_interpretation=False)).way is Way.ALL_AT_ONCE
+
+
 OF_PACKAGES: dict[str, tuple[Any, Way]] = {
     "prodigyopt": (prodigyopt.Prodigy, Way.ALL_AT_ONCE),
     "schedulefree": (schedulefree.AdamWScheduleFree, Way.BY_ELEMENT),
@@ -125,6 +132,7 @@ OF_PACKAGES: dict[str, tuple[Any, Way]] = {
     "muon": (lambda p: torch.optim.Muon(p[:1]), Way.BY_PARAMETER),
     "soap": (pytorch_optimizer.SOAP, Way.BY_PARAMETER),
     "lamb": (pytorch_optimizer.Lamb, Way.ALL_AT_ONCE),
+    "splus": (pytorch_optimizer.SPlus, Way.ALL_AT_ONCE),  # its `eval` needs all states
 }
 
 
@@ -161,6 +169,20 @@ def test_the_setting_decides() -> None:
     around = pytorch_optimizer.Lookahead(torch.optim.AdamW(mixed()))
     with pytest.raises(ValueError, match="Lookahead steps another optimizer inside it"):
         verdict_of(around, choices={"Lookahead": "element"})
+
+
+def test_an_estimate_follows_the_setting() -> None:
+    """All ranks keep the states of what steps all at once."""
+    each, all_of_it = (
+        estimate(
+            nn.Linear(64, 64),
+            ZeROStrategy(3, optimizer_step=choice),
+            world_size=2,
+            optimizer="adamw",
+        ).resting["states"]
+        for choice in (None, {"AdamW": "model"})
+    )
+    assert all_of_it > 1.9 * each
 
 
 @pytest.mark.parametrize("strategy", [ZeROStrategy, FabricStrategy])
@@ -417,12 +439,16 @@ def test_generators_of_devices_are_left_alone() -> None:
     assert fork.call_args.kwargs == {"device_type": "cuda"}
 
 
-@pytest.mark.parametrize("replacement", [mock.Mock(side_effect=AssertionError), lambda *_: 1 / 0])
-def test_a_class_whose_step_was_replaced_is_not_tried(replacement: Any) -> None:
-    optimizer = torch.optim.AdamW(mixed())
-    with mock.patch.object(torch.optim.AdamW, "step", replacement):
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, Stepped])
+@pytest.mark.parametrize("step", [mock.Mock(side_effect=AssertionError), eval("lambda *_: 1 / 0")])
+def test_a_class_whose_step_was_replaced_is_not_tried(cls: Any, step: Any) -> None:
+    optimizer = cls(mixed())
+    with mock.patch.object(cls, "step", step):
         assert verdict_of(optimizer).way is Way.ALL_AT_ONCE
-        assert whole_state_bytes(optimizer, optimizer.param_groups[0], (3, 2), torch.float32) == 52
+        if cls is torch.optim.AdamW:
+            group = optimizer.param_groups[0]
+            assert whole_state_bytes(optimizer, group, (3, 2), torch.float32) == 52
+    assert verdict_of(optimizer).way is Way.BY_ELEMENT
 
 
 # -- all ranks -------------------------------------------------------------------------------------
