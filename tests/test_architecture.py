@@ -28,14 +28,16 @@ FOLDERS = [
 """From the ground up; ``root`` is ``__init__.py`` and ``__main__.py``."""
 LIGHTNING = {"fabric", "trainer", "mirror", "root"}
 LIGHTNING_NAMES = ("lightning", "pytorch_lightning", "lightning_fabric")
-ONE_HOST = "comm/one_host"
+ONE_HOST = "comm/shared_memory"
 """What exists for one host's CPUs only."""
 CHOOSE_ONE_HOST = {"comm/communicator"}
 """The only module that names it: others ask a transport whether it ``reads_peers``."""
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "core", "base"}
 
 INNER = {
-    "comm.point_to_point",
+    "comm.process_groups",
+    "comm.shared_memory",
+    "comm.transport",
     "engine.backward",
     "engine.forward",
     "memory.summary",
@@ -44,13 +46,7 @@ INNER = {
     "checkpoint.safetensors",
     "checkpoint.values",
     "checkpoint.writer",
-    "comm.reports",
     "comm.watchdog",
-    "comm.collectives",
-    "comm.process_groups",
-    "comm.rendezvous",
-    "comm.one_host",
-    "comm.one_host.window",
     "engine.gradients",
     "engine.schedule",
     "engine.unit",
@@ -217,10 +213,10 @@ def test_what_a_folder_exports_is_used_elsewhere() -> None:
         ("engine/unit.py", "from lightning_zero.engine.engine import _x", "_x, a private name"),
         (
             "comm/__init__.py",
-            "from lightning_zero.comm.one_host import x",
-            "knows of comm/one_host",
+            "from lightning_zero.comm.shared_memory import x",
+            "knows of comm/shared_memory",
         ),
-        ("comm/transport.py", "from lightning_zero.comm import one_host", "knows of comm"),
+        ("comm/transport.py", "from lightning_zero.comm import shared_memory", "knows of comm"),
         ("engine/utils.py", "", "utils names no subject"),
         ("surprise.py", "", "belongs in one of the folders"),
         ("surprise/file.py", "", "belongs in one of the folders"),

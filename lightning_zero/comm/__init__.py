@@ -1,43 +1,40 @@
 """The only folder that knows torch.distributed: a control plane, and transports for the data.
 
 communicator      holds both planes and chooses the transports
-control           control plane: objects, sums, sync points, the store
-sync_points       the points of a step that all ranks reach together
-agreement         an error on one rank raised on all; room on disks for the files of all
-transport         data plane: the interface of all transports
-point_to_point    messages between each pair of ranks (gloo)
-one_host          what exists only for ranks that share one host's CPUs
-collectives       the backend's own collectives (NCCL)
-codec             quantization to few bits
+control           control plane: objects, sums, sync points, errors that all ranks raise
+transport         data plane: the interface of all transports; messages (gloo), collectives (NCCL)
+shared_memory     transport of ranks that share one host's CPUs
 coded             transport of quantized weights and gradients
 mesh              axes of ranks: shards, replicas
-tensor_parallel   torch's device mesh, and parameters as DTensors
-own_plan          how models of Transformers say that they are cut
+tensor_parallel   torch's device mesh, parameters as DTensors, the plans of Transformers
 traffic           ledger of what was sent, and of the time of steps with offload
 collective_log    the collectives that this rank has begun, and the one it waits for
 watchdog          ends a run on all ranks, with one error, when one cannot go on: begin here
-reports           the ranks' notes for each other, in the store
-process_groups    one process group per purpose
-rendezvous        the default group after a restart by torchrun
+process_groups    one process group per purpose; the default group after a restart by torchrun
 """
 
-from lightning_zero.comm.agreement import Outcome, agreed, require_room
-from lightning_zero.comm.codec import Codec
-from lightning_zero.comm.coded import Cargo
+from lightning_zero.comm.coded import Cargo, Codec
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.control import Control
+from lightning_zero.comm.control import (
+    Control,
+    Outcome,
+    PendingSync,
+    SyncPoint,
+    agreed,
+    require_room,
+    with_complements,
+)
 from lightning_zero.comm.mesh import Axis, Mesh
-from lightning_zero.comm.own_plan import cut_by_own_plan, reads_parts
-from lightning_zero.comm.process_groups import default_group, default_world_size
-from lightning_zero.comm.rendezvous import enter_group
-from lightning_zero.comm.sync_points import PendingSync, SyncPoint, with_complements
+from lightning_zero.comm.process_groups import default_group, default_world_size, enter_group
 from lightning_zero.comm.tensor_parallel import (
     DTensorForm,
+    cut_by_own_plan,
     data_group,
     device_mesh,
     is_dtensor,
     parameter_behind,
     pretended_mesh,
+    reads_parts,
     share,
     unwrapped,
     whole,

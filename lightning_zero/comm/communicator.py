@@ -15,16 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.coded import Cargo, Coded
-from lightning_zero.comm.collectives import Collectives
-from lightning_zero.comm.control import Control
+from lightning_zero.comm.control import Control, SyncPoint
 from lightning_zero.comm.mesh import Axis, Mesh
-from lightning_zero.comm.one_host import SharedMemory
-from lightning_zero.comm.point_to_point import PointToPoint
 from lightning_zero.comm.process_groups import is_initialized
-from lightning_zero.comm.sync_points import SyncPoint
+from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.tensor_parallel import DATA, TENSOR, device_mesh
 from lightning_zero.comm.traffic import StepTimes, Traffic
-from lightning_zero.comm.transport import Transport
+from lightning_zero.comm.transport import Collectives, PointToPoint, Transport
 from lightning_zero.tensors import HostCopies, require_abilities
 
 

@@ -2,11 +2,9 @@
 
 plan              the homes of weights, gradients and masters; the table of stages; offload
 settings          the user's settings of a run, validated, and the strategies that have names
-other_strategies  arguments of DDP and FSDP, and what to do instead
-units             the search for a model's units
+units             the search for a model's units, with their parameters and plans
 cuts              how tensor parallelism cuts a parameter
 casts             which parameters forward may read in half precision
-unit_specs        units with their parameters and plans, before they have memory
 layout            the place of every parameter in its flat buffer, and every rank's part
 """
 
@@ -19,18 +17,21 @@ from lightning_zero.plan.cuts import (
     whole_shape,
 )
 from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
-from lightning_zero.plan.other_strategies import CURES, refuses_others
 from lightning_zero.plan.plan import RECIPES, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import (
     ARGUMENTS,
+    CURES,
     START_METHODS,
     STRATEGIES,
     Settings,
     as_dtype,
+    refuses_others,
     strategy_arguments,
 )
-from lightning_zero.plan.unit_specs import (
+from lightning_zero.plan.units import (
+    MIN_NUMEL,
+    UnitPolicy,
     UnitSpec,
+    find_units,
     specify_units,
 )
-from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy, find_units

@@ -245,11 +245,6 @@ class Offload:
         """Return whether ``device`` is the host itself, and maps the files as its own memory."""
         return device.type == "cpu" and self.runs_on(device)
 
-    @property
-    def to_host(self) -> Offload:
-        """Return the same offload to a host's memory, where files are as far from a device."""
-        return Offload(self.optimizer and "cpu", self.weights and "cpu")
-
     def of(self, plan: Plan, *, trainable: bool, on_host: bool = False) -> Plan:
         """Return ``plan`` with other media; ``on_host`` if the device is the host itself.
 

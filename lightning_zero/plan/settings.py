@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from lightning_zero.plan.casts import CAST_WEIGHTS
-from lightning_zero.plan.other_strategies import refuse
 from lightning_zero.plan.plan import (
     PLACEMENTS,
     RECIPES,
@@ -21,7 +21,56 @@ from lightning_zero.plan.plan import (
     Plan,
     Recipe,
 )
-from lightning_zero.plan.units import MIN_NUMEL, UnitPolicy
+
+_SENDS_LESS = "use reduce_bits=8 or reduce_dtype='bfloat16' to send less"
+CURES = {
+    "find_unused_parameters": "remove it: a step may leave out any parameters",
+    "gradient_as_bucket_view": "remove it: no gradient is copied to a bucket",
+    "static_graph": "remove it: the order of modules is learned, and may change",
+    "bucket_cap_mb": "gradients are reduced unit by unit; min_num_params sets the least unit",
+    "ddp_comm_hook": _SENDS_LESS,
+    "ddp_comm_state": _SENDS_LESS,
+    "ddp_comm_wrapper": _SENDS_LESS,
+    "model_averaging_period": "remove it: every step averages gradients",
+    "start_method": "use launcher='spawn', 'fork' or 'notebook'",
+    "sharding_strategy": "use stage=3 for FULL_SHARD; with reshard_after_forward=False it is"
+    " SHARD_GRAD_OP, with shard='node' HYBRID_SHARD",
+    "auto_wrap_policy": "remove it, or name the classes in units={...}",
+    "activation_checkpointing_policy": "use activation_checkpointing=True, or {...} of classes",
+    "cpu_offload": "use offload_optimizer='cpu' and offload_weights='cpu'",
+    "mixed_precision": "use Trainer(precision='bf16-mixed')",
+    "state_dict_type": "use checkpoint='file' or checkpoint='dcp'",
+    "backward_shard": "use shard='node' (hybrid sharding), which gathers within a node",
+    "verify_checkpoint": "remove it: every load verifies the checksums of the whole file",
+    "use_orig_params": "remove it: parameters keep their shapes",
+}
+"""What to do instead of each argument."""
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def refuse(names: Iterable[str]) -> None:
+    """Raise a ``TypeError`` that says what to do if one of the arguments is none of ours."""
+    for name in names:
+        if name in CURES:
+            raise TypeError(f"ZeROStrategy has no argument {name!r}: {CURES[name]}.")
+
+
+def refuses_others(init: Init) -> Init:
+    """Return a constructor with the same signature that refuses arguments of other strategies."""
+
+    @functools.wraps(init)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        refuse(kwargs)
+        init(*args, **kwargs)
+
+    return cast(Init, checked)
+
+
+MIN_NUMEL = 2**16
+"""Default minimum of elements in a unit: below it, a collective's latency costs more."""
+
+UnitPolicy = str | Iterable[type[nn.Module]] | Callable[[nn.Module], bool]
 
 START_METHODS = {"subprocess": "popen", "spawn": "spawn", "fork": "fork", "notebook": "fork"}
 """Lightning's start method of each launcher."""
@@ -52,6 +101,44 @@ def strategy_arguments(name: str) -> dict[str, Any]:
         if bare in STRATEGIES:
             return {**STRATEGIES[bare][1], "launcher": "subprocess" if bare == name else launcher}
     raise ValueError(f"Expected a strategy among {', '.join(STRATEGIES)}, got {name!r}.")
+
+
+def _is_group(word: str | int) -> tuple[Callable[[Any], bool], str]:
+    """Return what a number of ranks may be, checked and in words."""
+
+    def allowed(value: Any) -> bool:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return value in (word, "node") or (is_number and value > 0)
+
+    return allowed, f"{word!r}, 'node' or a number of ranks >= 1"
+
+
+def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
+    """Return that a setting has one of these values, checked and in words."""
+    return values.__contains__, " or ".join(map(repr, values))
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and value >= 0
+
+
+_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "launcher": _one_of(*START_METHODS),
+    "checkpoint": _one_of("file", "dcp"),
+    "stage": (PLACEMENTS.__contains__, "1, 2 or 3"),
+    "prefetch": (_count, "a number of units >= 0"),
+    "min_num_params": (_count, "a number of parameters >= 0"),
+    "cast_weights": _one_of(*CAST_WEIGHTS),
+    "gather_bits": _one_of(8, None),
+    "reduce_bits": _one_of(8, None),
+    "shard": _is_group("all"),
+    "tensor_parallel_size": _is_group(1),
+    "accumulate": _one_of(None, "reduce", "local"),
+    "reduce_dtype": (
+        lambda value: value is None or value.is_floating_point, "a floating-point dtype",
+    ),
+}  # fmt: skip
+"""The settings that are checked on their own: what they may be, and that in words."""
 
 
 @dataclass(frozen=True)
@@ -125,86 +212,9 @@ class Settings:
         )
 
     def __post_init__(self) -> None:
-        self._check_run()
-        if self.stage not in PLACEMENTS:
-            raise ValueError(f"Expected stage to be 1, 2 or 3, got {self.stage!r}.")
-        if not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ValueError(
-                f"Expected prefetch to be a number of units >= 0, got {self.prefetch!r}."
-            )
-        if not isinstance(self.min_num_params, int) or self.min_num_params < 0:
-            raise ValueError(
-                "Expected min_num_params to be a number of parameters >= 0, got"
-                f" {self.min_num_params!r}."
-            )
-        if self.cast_weights not in CAST_WEIGHTS:
-            raise ValueError(
-                f"Expected cast_weights to be one of {', '.join(map(repr, CAST_WEIGHTS))},"
-                f" got {self.cast_weights!r}."
-            )
-        self._check_bits()
-        self._check_optimizer_step()
-        for name, word in ("shard", "all"), ("tensor_parallel_size", 1):
-            value = getattr(self, name)
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            if value not in (word, "node") and not (is_number and value > 0):
-                raise ValueError(
-                    f"Expected {name}={word!r}, 'node' or a number of ranks >= 1, got {value!r}."
-                )
-        if self.accumulate not in (None, "reduce", "local"):
-            raise ValueError(f"Expected accumulate='reduce' or 'local', got {self.accumulate!r}.")
-        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
-            raise ValueError(
-                f"Expected reduce_dtype to be a floating-point dtype, got {self.reduce_dtype}."
-            )
-        if self.stage == 1 and self.accumulate == "reduce":
-            raise ValueError(
-                "accumulate='reduce' contradicts stage=1, which keeps whole gradients between"
-                " microbatches. Use stage=2, or remove accumulate."
-            )
-        if self.stage < 3 and not self.reshard_after_forward:
-            raise ValueError(
-                f"stage={self.stage} never releases whole weights, so reshard_after_forward=False"
-                " has no effect. Remove it, or use stage=3."
-            )
-        if self.offload is not None:
-            self._check_offload(self.offload)
-
-    def _check_run(self) -> None:
-        if self.launcher not in START_METHODS:
-            raise ValueError(
-                f"Expected launcher among {', '.join(START_METHODS)}, got {self.launcher!r}."
-            )
-        if self.checkpoint not in ("file", "dcp"):
-            raise ValueError(f"Expected checkpoint among 'file', 'dcp', got {self.checkpoint!r}.")
-        if not self.restore_weights and self.launcher != "subprocess":
-            raise ValueError(
-                f"launcher={self.launcher!r} returns the trained weights to this process, which"
-                " restore_weights=False prevents. Remove one of them."
-            )
-        if self.tensor_parallel_size != 1 and self.launcher != "subprocess":
-            raise ValueError(
-                f"launcher={self.launcher!r} returns weights to a process that has no ranks, over"
-                f" which tensor_parallel_size={self.tensor_parallel_size!r} cuts them. Remove one."
-            )
-        if self.offload is not None and self.async_checkpoint:
-            raise ValueError(
-                "async_checkpoint=True copies masters and optimizer states to host memory, which"
-                " defeats offload. Remove one of them."
-            )
-
-    def _check_bits(self) -> None:
-        for name in ("gather_bits", "reduce_bits"):
-            value = getattr(self, name)
-            if value not in (8, None):
-                raise ValueError(f"Expected {name}=8, or None for all bits, got {value!r}.")
-        if self.reduce_bits is not None and self.reduce_dtype is not None:
-            raise ValueError(
-                f"reduce_dtype={self.reduce_dtype} contradicts reduce_bits={self.reduce_bits},"
-                " which encodes gradients and sums them in fp32. Remove one of them."
-            )
-
-    def _check_optimizer_step(self) -> None:
+        for name, (allowed, meaning) in _ALLOWED.items():
+            if not allowed(value := getattr(self, name)):
+                raise ValueError(f"Expected {name} to be {meaning}, got {value!r}.")
         chosen = self.optimizer_step
         if not isinstance(chosen, Mapping) or not all(isinstance(name, str) for name in chosen):
             raise ValueError(
@@ -217,6 +227,54 @@ class Settings:
                     f"Expected optimizer_step[{name!r}] to be 'element', 'parameter' or 'model',"
                     f" got {word!r}."
                 )
+        for is_given, fault in self._contradictions():
+            if is_given:
+                raise ValueError(fault)
+        if self.offload is not None and "cpu" in (self.offload.optimizer, self.offload.weights):
+            self._check_both(self.offload)
+
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        """Yield settings that exclude each other: whether both are given, and the error."""
+        yield (
+            not self.restore_weights and self.launcher != "subprocess",
+            f"launcher={self.launcher!r} returns the trained weights to this process, which"
+            " restore_weights=False prevents. Remove one of them.",
+        )
+        yield (
+            self.tensor_parallel_size != 1 and self.launcher != "subprocess",
+            f"launcher={self.launcher!r} returns weights to a process that has no ranks, over"
+            f" which tensor_parallel_size={self.tensor_parallel_size!r} cuts them. Remove one.",
+        )
+        yield (
+            self.offload is not None and self.async_checkpoint,
+            "async_checkpoint=True copies masters and optimizer states to host memory, which"
+            " defeats offload. Remove one of them.",
+        )
+        yield (
+            self.reduce_bits is not None and self.reduce_dtype is not None,
+            f"reduce_dtype={self.reduce_dtype} contradicts reduce_bits={self.reduce_bits}, which"
+            " encodes gradients and sums them in fp32. Remove one of them.",
+        )
+        yield (
+            self.stage == 1 and self.accumulate == "reduce",
+            "accumulate='reduce' contradicts stage=1, which keeps whole gradients between"
+            " microbatches. Use stage=2, or remove accumulate.",
+        )
+        yield (
+            self.stage < 3 and not self.reshard_after_forward,
+            f"stage={self.stage} never releases whole weights, so reshard_after_forward=False has"
+            " no effect. Remove it, or use stage=3.",
+        )
+        yield (
+            self.offload is not None and self.stochastic_rounding,
+            "stochastic_rounding=True steps bf16 parameters in fp32 on the device, but offload"
+            " steps parameters where they rest. Remove one of them.",
+        )
+        yield (
+            self.offload is not None and self.stage < 3 and self.offload.weights is not None,
+            f"stage={self.stage} keeps whole weights on every rank, so offload_weights has no"
+            " effect. Remove it, or use stage=3.",
+        )
 
     @property
     def steps_by_unit(self) -> bool:
@@ -261,20 +319,6 @@ class Settings:
                 " divided into groups of that size. Use a divisor of the number of ranks."
             )
         return int(found)
-
-    def _check_offload(self, offload: Offload) -> None:
-        if self.stochastic_rounding:
-            raise ValueError(
-                "stochastic_rounding=True steps bf16 parameters in fp32 on the device, but offload"
-                " steps parameters where they rest. Remove one of them."
-            )
-        if self.stage < 3 and offload.weights:
-            raise ValueError(
-                f"stage={self.stage} keeps whole weights on every rank, so offload_weights has no"
-                " effect. Remove it, or use stage=3."
-            )
-        if "cpu" in (offload.optimizer, offload.weights):
-            self._check_both(offload)
 
     def _check_both(self, offload: Offload) -> None:
         """Raise unless offloaded weights go where states go, as they must with an accelerator."""

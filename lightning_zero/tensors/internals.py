@@ -11,7 +11,6 @@ import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from inspect import isabstract
 from typing import Any
 
 import torch
@@ -229,17 +228,6 @@ def step_together(cls: type[Tensor]) -> None:
     Torch does the same for DTensor.
     """
     _optimizers._foreach_supported_types.append(cls)
-
-
-def hook_steps(cls: type[torch.optim.Optimizer]) -> None:
-    """Make ``step`` of a class and of its bases call step hooks, as torch does.
-
-    Torch does so when the first instance of a class is made, so a class may call the ``step`` of a
-    base that does not call hooks yet but will once it has an instance.
-    """
-    for base in reversed(cls.__mro__[: cls.__mro__.index(torch.optim.Optimizer)]):
-        if issubclass(base, torch.optim.Optimizer) and not isabstract(base):
-            object.__new__(base)._patch_step_function()
 
 
 def accept_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -4,9 +4,6 @@
 FACTS      read any metadata
 METADATA   work on a placeholder that has the parameter's shape but another stride
 CREATING   the METADATA functions that create a tensor, of the parameter's dtype by default
-EXPOSING   expose the memory to changes that do not raise the version counter
-POINTING   hand out the memory's address without keeping torch from freeing the memory
-VIEWING    methods and attributes that may return another tensor over the same memory
 ========== ====================================================================================
 """
 
@@ -37,16 +34,6 @@ _CREATING_FUNCTIONS = [
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
 ]  # fmt: skip
 
-_VIEWING_METHODS = [
-    "__array__", "__dlpack__", "__getitem__", "_neg_view", "adjoint", "as_strided", "as_subclass",
-    "broadcast_to", "chunk", "diagonal", "detach", "dsplit", "expand", "expand_as", "flatten",
-    "hsplit", "movedim", "moveaxis", "narrow", "new", "numpy", "permute", "ravel", "reshape",
-    "reshape_as", "resize", "resize_as", "select", "slice_inverse", "split", "split_with_sizes",
-    "squeeze", "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unfold",
-    "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "unsqueeze", "view", "view_as",
-    "vsplit",
-]  # fmt: skip
-
 
 def _facts() -> frozenset[Any]:
     """Return the functions that read metadata."""
@@ -70,7 +57,6 @@ def _metadata() -> frozenset[Any]:
 
 
 _DATA: Any = Tensor.data
-_CUDA_ARRAY: Any = Tensor.__cuda_array_interface__
 
 CREATING = frozenset(
     [getattr(Tensor, name) for name in _CREATING_METHODS]
@@ -79,21 +65,6 @@ CREATING = frozenset(
 FACTS = _facts()
 METADATA = _metadata()
 GET_DATA, SET_DATA = _DATA.__get__, _DATA.__set__
-POINTING = {Tensor.__dlpack__, _CUDA_ARRAY.__get__}
-EXPOSING = {GET_DATA, Tensor.numpy, Tensor.__array__} | POINTING
-VIEWING = {name: getattr(Tensor, name) for name in _VIEWING_METHODS} | {
-    "unflatten": torch.unflatten  # The method calls itself by `super()`, which dynamo cannot trace.
-}
-VIEWING_ATTRIBUTES = {
-    "data": torch.detach,
-    "T": lambda tensor: torch.permute(tensor, tuple(reversed(range(tensor.dim())))),
-    "mT": lambda tensor: torch.transpose(tensor, -2, -1),
-    "H": torch.adjoint,
-    "mH": torch.adjoint,
-    "real": torch.real,
-    "imag": torch.imag,
-}
-"""Attributes that return views, each with an equivalent function that dynamo can trace."""
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.tensors.lasting import lasting_tensors
-from lightning_zero.tensors.staging import PAGE, StagingMemory, in_pages
+from lightning_zero.tensors.contexts import lasting_tensors
+from lightning_zero.tensors.transfers import PAGE, StagingMemory, in_pages
 
 
 class Room(NamedTuple):

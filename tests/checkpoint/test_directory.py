@@ -440,7 +440,7 @@ def contradict(folder: str) -> list[str]:
 
 
 def test_what_contradicts_is_refused(ranks: Pools, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Expected checkpoint among 'file', 'dcp', got 'zip'"):
+    with pytest.raises(ValueError, match="Expected checkpoint to be 'file' or 'dcp', got 'zip'"):
         ZeROStrategy(3, checkpoint="zip")  # type: ignore[arg-type]
     for plugin, url in ranks(2).run(contradict, str(tmp_path)):
         assert "cannot be combined with Plugin" in plugin

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm import Communicator, Control, SyncPoint, collectives, process_groups
+from lightning_zero.comm import Communicator, Control, SyncPoint, process_groups, transport
 from lightning_zero.comm.process_groups import destroy, group_for, new_group_of_hosts
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, make_trainer, rows, wired
@@ -125,7 +125,7 @@ def lacks_a_verb() -> None:
 
     for verb in ("_all_gather", "_reduce_scatter"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(collectives, verb, fail)
+            patch.setattr(transport, verb, fail)
             with pytest.raises(ValueError, match=r"'gloo' could not all-gather and.*type 'cpu'"):
                 Communicator(CPU, direct=False)
 
@@ -144,7 +144,7 @@ def alone() -> None:
         raise AssertionError("a rank alone sends nothing")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "group_for", ask)
+        patch.setattr(transport, "group_for", ask)
         patch.setattr(process_groups, "_new_group", ask)
         assert not Communicator(CPU, direct=False).transport.gathers_together
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, Store
 
-from lightning_zero.comm.rendezvous import store_of_incarnation
+from lightning_zero.comm.process_groups import store_of_incarnation
 
 LONG = timedelta(seconds=60)
 WORLD = 4

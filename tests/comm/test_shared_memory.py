@@ -12,9 +12,16 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_zero.comm import Communicator, Control, Ledger, Sent, SyncPoint, sum_of
-from lightning_zero.comm.one_host import shared_memory, window
-from lightning_zero.comm.one_host.window import Address, Window
+from lightning_zero.comm import (
+    Communicator,
+    Control,
+    Ledger,
+    Sent,
+    SyncPoint,
+    shared_memory,
+    sum_of,
+)
+from lightning_zero.comm.shared_memory import Address, Window
 from lightning_zero.engine import Engine
 from lightning_zero.parameters import FlatParameters
 from lightning_zero.plan import Settings
@@ -199,8 +206,8 @@ def _reduce_with_a_rank_that_has_ended() -> None:
     comm = Communicator(CPU)
     buffer = comm.transport.reduce_buffer(128, torch.float32)
     work = comm.transport.reduce(torch.empty(64), buffer, unit="a", tag=1)
-    is_there = window._is_there if comm.control.rank else lambda *_: False
-    with mock.patch.object(window, "_is_there", is_there):
+    is_there = shared_memory._is_there if comm.control.rank else lambda *_: False
+    with mock.patch.object(shared_memory, "_is_there", is_there):
         work.wait()
         comm.fence(SyncPoint.STEP)
 

@@ -14,8 +14,7 @@ from pytest_mock import MockerFixture
 
 from lightning_zero.comm import Control, SyncPoint, process_groups, watchdog
 from lightning_zero.comm import control as control_module
-from lightning_zero.comm.reports import Report
-from lightning_zero.comm.watchdog import are_stuck, stays
+from lightning_zero.comm.watchdog import Report, are_stuck, stays
 from tests.oracle.launch import run_script
 from tests.oracle.ranks import Pools, RankError
 from tests.oracle.watch import impatient

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_zero import MemoryMonitor, ZeROStrategy
 from lightning_zero.checkpoint import optimizer_state
 from lightning_zero.comm import Communicator, Control, process_groups
-from lightning_zero.comm.collectives import Collectives
+from lightning_zero.comm.transport import Collectives
 from lightning_zero.engine import Engine, materialize
 from lightning_zero.optimizer import clip, kept_states
 from lightning_zero.plan import RECIPES, Offload, Settings

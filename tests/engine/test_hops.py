@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 import lightning_zero
-from lightning_zero.comm import Communicator, collectives
-from lightning_zero.comm.one_host import shared_memory
-from lightning_zero.comm.point_to_point import PointToPoint
+from lightning_zero.comm import Communicator, shared_memory, transport
+from lightning_zero.comm.transport import PointToPoint
 from lightning_zero.engine import Engine
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.forward import Forward
@@ -30,7 +29,7 @@ MOST = 5
 LAST: dict[str, tuple[Any, str]] = {
     "windows": (shared_memory, "copy"),
     "point to point": (PointToPoint, "start"),
-    "backend": (collectives, "_all_gather"),
+    "backend": (transport, "_all_gather"),
 }
 """What each transport calls to move weights."""
 HOOKS = [

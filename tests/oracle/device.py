@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lightning_zero.comm import collectives, process_groups
+from lightning_zero.comm import process_groups, transport
 from lightning_zero.optimizer import UnitStep
 from lightning_zero.optimizer.watch import leaves_of
 from lightning_zero.plan import Offload
@@ -46,9 +46,8 @@ from lightning_zero.tensors import (
     StagedFile,
     StagingMemory,
     internals,
-    staging,
+    transfers,
 )
-from lightning_zero.tensors import host_copies as copies_module
 
 aten = torch.ops.aten
 _COPIES = {aten.copy_.default, aten._to_copy.default}
@@ -641,17 +640,17 @@ def _on_host(device: Device) -> Iterator[Any]:
 
 def _streams(device: Device) -> Iterator[Any]:
     """Yield the patches that give a CPU the streams and collectives of a device."""
-    yield mock.patch.object(copies_module, "_WITHOUT_STREAMS", ("meta",))
+    yield mock.patch.object(transfers, "_WITHOUT_STREAMS", ("meta",))
     yield mock.patch.object(torch, "Stream", device.stream)
     yield mock.patch.object(torch.accelerator, "current_stream", device.current_stream)
     threads = type("", (Threads,), {"device": device})
-    yield mock.patch.object(staging, "ThreadPoolExecutor", threads)
+    yield mock.patch.object(transfers, "ThreadPoolExecutor", threads)
     yield mock.patch.object(Tensor, "record_stream", lambda one, to: device.record(one, to))
     own = torch.UntypedStorage.resize_
     resize = lambda storage, nbytes: device.resize(own, storage, nbytes)  # noqa: E731
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize)
     for owner, names in (
-        (collectives, ("_all_gather", "_reduce_scatter")),
+        (transport, ("_all_gather", "_reduce_scatter")),
         (dist, ("all_reduce", "all_to_all_single")),
     ):
         for name in names:

@@ -343,7 +343,7 @@ def test_settings_that_are_not_supported_are_refused() -> None:
     with pytest.raises(ValueError, match="over which tensor_parallel_size=2 cuts"):
         ZeROStrategy(tensor_parallel_size=2, launcher="fork")
     for size in (0, 1.5, "all"):
-        with pytest.raises(ValueError, match="Expected tensor_parallel_size=1, 'node' or a"):
+        with pytest.raises(ValueError, match="Expected tensor_parallel_size to be 1, 'node' or a"):
             ZeROStrategy(tensor_parallel_size=size)  # type: ignore[arg-type]
 
 

@@ -1,29 +1,35 @@
-"""A transport that reads peers' memory in place, for ranks that share one host's CPUs.
+"""The transport of ranks that share one host's CPUs: they read each other's memory.
+
+A **window** is memory of this rank that its peers have mapped too: an anonymous kernel file
+(``memfd_create``) or, for offload, an unnamed file on a disk. Both vanish with the last process
+that maps them, however it ends. Peers open them through the owner's entry in ``/proc``.
 
 Masters and reduce buffers live in windows. A gather is a copy out of the peers' masters, a
 reduction a sum over the peers' buffers; only tokens of a few bytes are sent, which say where a
-buffer is and that it is full.
+buffer is and that it is full. It is a faster way for the same data: what ranks must do together,
+and in one order, is the same as with messages.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Generator, Iterable, Sequence
-from typing import ClassVar
+from itertools import count
+from typing import ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.comm.collective_log import CollectiveLog
-from lightning_zero.comm.control import Control
+from lightning_zero.comm.control import Control, SyncPoint
 from lightning_zero.comm.mesh import Axis
-from lightning_zero.comm.one_host.window import Address, Window, are_supported
-from lightning_zero.comm.point_to_point import PointToPoint
-from lightning_zero.comm.sync_points import SyncPoint
 from lightning_zero.comm.transport import (
     Extent,
     Pending,
+    PointToPoint,
     ReduceBuffer,
     Shards,
     copy,
@@ -32,7 +38,112 @@ from lightning_zero.comm.transport import (
     weights_of,
 )
 from lightning_zero.plan import Slot
-from lightning_zero.tensors import Work
+from lightning_zero.tensors import Scratch, Work, lasting_tensors
+
+_NAME = "lightning_zero"
+_serials = count()
+
+
+class Address(NamedTuple):
+    """A window's place on this host, with a serial number that makes it unique."""
+
+    process: int
+    file: int
+    inode: int
+    capacity: int
+    serial: int
+
+
+class Window:
+    """Memory that its owner and others have mapped.
+
+    Attributes:
+        address: What others need to :meth:`open` it.
+        readers: How many publications each rank has read, ``[world_size]``; in the window too.
+        num_published: How often the owner has published its content.
+        touched_bytes: End of the range that views have covered, in bytes.
+        used_for: The slots that the owner filled last, and a view of each.
+    """
+
+    def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
+        path = f"/proc/{address.process}/fd/{address.file}"
+        self._size = address.capacity + 8 * world_size
+        if not _is_there(path, address.inode, self._size):
+            raise RuntimeError(
+                f"No shared-memory window at {path}: its owner is on another host or has exited."
+            )
+        self.address = address
+        self.num_published = 0
+        self.touched_bytes = 0
+        self.used_for: tuple[Sequence[Slot], list[Tensor]] = ((), [])
+        self._is_own = is_own
+        with lasting_tensors():
+            self._memory = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
+            self.readers = self._memory[address.capacity :].view(torch.int64)
+        self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
+
+    @classmethod
+    def create(cls, capacity: int, world_size: int, scratch: Scratch | None = None) -> Window:
+        """Make a window of ``capacity`` zero bytes (a multiple of 8), in memory or in a file."""
+        size = capacity + 8 * world_size
+        if scratch is None:
+            file = os.memfd_create(_NAME)
+            os.ftruncate(file, size)
+        else:
+            file = scratch.file(size)
+        inode = os.fstat(file).st_ino
+        address = Address(os.getpid(), file, inode, capacity, next(_serials))
+        return cls(address, world_size, is_own=True)
+
+    @classmethod
+    def open(cls, address: Address, world_size: int) -> Window:
+        """Map another process's window.
+
+        Raises:
+            DistError: The owner is on another host or has ended, or its memory may not be opened
+                from here.
+        """
+        try:
+            return cls(address, world_size, is_own=False)
+        except (OSError, RuntimeError) as error:
+            raise dist.DistError(str(error)) from error
+
+    def __del__(self) -> None:
+        # Peers that map it keep their mapping; new ones can no longer open it.
+        if getattr(self, "_is_own", False):
+            os.close(self.address.file)
+
+    def view(self, numel: int, dtype: torch.dtype, *, start: int = 0) -> Tensor:
+        """Return ``numel`` elements from ``start`` on; the same tensor for the same arguments."""
+        view = self._views.get((start, numel, dtype))
+        if view is None:
+            first, stop = start * dtype.itemsize, (start + numel) * dtype.itemsize
+            self.touched_bytes = max(self.touched_bytes, stop)
+            with lasting_tensors():
+                view = self._memory[first:stop].view(dtype)
+            self._views[start, numel, dtype] = view
+        return view
+
+    def is_read_by_all(self, owner: int) -> bool:
+        """Return whether every rank but ``owner`` has read all publications."""
+        readers = self.readers.tolist()
+        del readers[owner]
+        return readers.count(self.num_published) == len(readers)
+
+
+def _is_there(path: str, inode: int, size: int) -> bool:
+    """Return whether this is the intended file: a process id of another host may match any here."""
+    try:
+        found = os.stat(path)
+        return (found.st_ino, found.st_size) == (inode, size)
+    except OSError:
+        return False
+
+
+def are_supported() -> bool:
+    """Return whether this system supports windows."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
 
 WINDOWS_AT_ONCE = 128
 
