@@ -42,7 +42,7 @@ INNER = {
     "engine.forward",
     "memory.summary",
     "checkpoint.archive",
-    "checkpoint.atomic",
+    "checkpoint.files",
     "checkpoint.safetensors",
     "checkpoint.values",
     "checkpoint.writer",
@@ -173,6 +173,17 @@ def test_circle_is_found(tmp_path: Path, code: str) -> None:
     (folder / "units.py").write_text("from lightning_zero.plan.casts import x")
     (folder / "casts.py").write_text("import lightning_zero.plan.layout")
     assert len(circles(tmp_path / "lightning_zero")) == 1
+
+
+def test_no_assert_does_work() -> None:
+    """So that ``python -O`` changes nothing."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        checks = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Assert)]
+        for node in (node for check in checks for node in ast.walk(check)):
+            assert not isinstance(node, ast.NamedExpr | ast.Await | ast.Yield), path
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func).rpartition(".")[2]
+                assert called in ("isinstance", "len", "numel"), f"{path}: {called}"
 
 
 def test_tests_import_folders() -> None:

@@ -1,22 +1,17 @@
 """Saving and loading sharded state: the plain file that DDP would have written, or a directory.
 
 =============== ===================================================================================
-saver           the saves of a run, in the calling thread or in the background
-save            one save: agree, write, rename; and ``FileSave``, to one plain file
+save            the saves of a run, and each of them: agree, write, rename
 dcp             directories of torch.distributed.checkpoint, by torch's planners
-load            reading a checkpoint: checksums, and tensors mapped to memory
-weights         ``load_weights``: pretrained weights into a module, sharded or not
+load            reading a checkpoint or weights: checksums, and tensors mapped to memory
 safetensors     files of that format
 module_state    the state dict of a sharded module, and loading it
 optimizer_state the state dicts of optimizers, and loading them
 values          ``ShardedValue``: a sharded tensor in a state dict
-skeleton        a checkpoint as one pickle and the storages it refers to
-archive         where every byte of a file lies, and its checksums: arithmetic
+archive         a file: one pickle, the storages it refers to, and where their bytes lie
 writer          writing at offsets of a file, large parts by direct I/O
-atomic          temporary files and folders that get their names once they are complete
-host_file       a temporary file that the ranks of one host share
-reading         errors that name the file, on all ranks alike
-provenance      the record of a checkpoint's origin
+files           names and temporary files on a disk
+reading         the record of a checkpoint's origin, and errors that name the file
 =============== ===================================================================================
 """
 
@@ -26,6 +21,7 @@ from lightning_zero.checkpoint.load import (
     are_safetensors,
     damage,
     load,
+    load_weights,
     provenance,
     read_file,
     read_weights,
@@ -33,17 +29,12 @@ from lightning_zero.checkpoint.load import (
 )
 from lightning_zero.checkpoint.module_state import load_module_state, module_state
 from lightning_zero.checkpoint.optimizer_state import (
-    check_optimizer_states,
     load_optimizer_state,
-    local_optimizer_state,
-    matched,
+    loadable,
     optimizer_state,
     with_integer_ids,
 )
-from lightning_zero.checkpoint.provenance import Provenance
-from lightning_zero.checkpoint.reading import DamageError
+from lightning_zero.checkpoint.reading import DamageError, Provenance
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
-from lightning_zero.checkpoint.save import FileSave
-from lightning_zero.checkpoint.saver import Saver, collected
+from lightning_zero.checkpoint.save import FileSave, Saver, collected
 from lightning_zero.checkpoint.values import ShardedValue
-from lightning_zero.checkpoint.weights import load_weights

@@ -1,15 +1,14 @@
-"""Where every byte of a checkpoint file lies: the zip archive that ``torch.save`` writes.
+"""A plain checkpoint file: one pickle and the storages it refers to, in the zip of ``torch.save``.
 
-A checkpoint is a zip of stored (uncompressed) **records**: one pickle, and one record per storage.
-All sizes are known before the first byte is written, so the place of every record is arithmetic,
-and many processes can write one file::
+A checkpoint is a zip of stored (uncompressed) records: the pickle, and one record per storage. All
+sizes are known before the first byte is written, so the place of every record is arithmetic, and
+many processes can write one file::
 
-    header | data.pkl | descriptor header | data/0 | descriptor header | data/1 | ... | directory
-           ^ aligned                      ^ aligned
+    header | data.pkl | header | data/0 | header | data/1 | ... | directory
+           ^ aligned           ^ aligned
 
-The bytes between two records are a **seam**. A record's checksum is in the descriptor that follows
-it, and in the directory at the end, so both are written last. The checksums are those of the zip
-format: ``unzip -t`` and :mod:`zipfile` verify them.
+Headers and the directory hold the records' checksums, so they are written last. The checksums are
+those of the zip format: ``unzip -t`` and :mod:`zipfile` verify them.
 
 The alternative, ``torch.save`` within ``torch.serialization.skip_data``, leaves space in the
 same way, but loses tensors inside opaque objects, gives offsets only to readers that unpickle the
@@ -19,144 +18,210 @@ file, and leaves wrong checksums.
 from __future__ import annotations
 
 import functools
+import io
+import os
+import pickle
 import struct
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from math import prod
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile, ZipInfo
 
-_ALIGNMENT = 64
-"""Bytes to which records are aligned, as in ``torch.save``."""
+import torch
+from torch import Tensor
 
-_SECTOR = 512
-_LARGE_BYTES = 2**20
-"""Records from this size on are aligned to sectors of disks."""
+from lightning_zero.checkpoint.reading import PROVENANCE
+from lightning_zero.checkpoint.values import ShardedValue
+
+Stored = ShardedValue | torch.UntypedStorage
+Content = bytes | Tensor | ShardedValue
+"""A record's content: bytes, a tensor of bytes ``[n]``, or a value spread over the ranks."""
 
 ROOT = "archive/"
-"""The folder in the archive that holds every record; torch takes it from the first record."""
+"""The folder in the zip that holds every record; torch takes it from the first record."""
 
-_LIMIT = 0xFFFFFFFF
-_UTF8_WITH_DESCRIPTOR = 0x0808
-_NEW_YEAR_1980 = 0x0021
-
-
-class Record(NamedTuple):
-    """One member of the archive: its bytes are ``[offset, offset + nbytes)`` of the file."""
-
-    name: str
-    nbytes: int
-    header_offset: int
-    offset: int
-
-    @property
-    def stop(self) -> int:
-        """One past the record's last byte in the file."""
-        return self.offset + self.nbytes
+_ALIGNMENT = 64  # of records, as in torch.save
+_SECTOR = 512  # of disks, to which large records are aligned
+_LARGE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Archive:
-    """The records of a file, in file order."""
+class Skeleton:
+    """The pickle that ``torch.load`` reads, and the content of the records ``data/0``, ....
 
-    records: tuple[Record, ...]
+    Attributes:
+        names: The name of each sharded storage, the same on every rank, by its number.
+    """
+
+    pickled: bytes
+    storages: tuple[Stored, ...]
+    names: dict[int, str]
 
     @classmethod
-    def build(cls, sizes: Iterable[tuple[str, int]]) -> Archive:
+    def of(cls, value: Any) -> Skeleton:
+        """Take ``value`` apart; the tensors in it stay where they are."""
+        file = io.BytesIO()
+        pickler = _Pickler(file)
+        pickler.dump(value)
+        return cls(file.getvalue(), tuple(pickler.storages), pickler.names)
+
+    def sharded_values(self) -> dict[str, ShardedValue]:
+        """Return the sharded values, by name."""
+        found: dict[str, Any] = {name: self.storages[n] for n, name in self.names.items()}
+        return found
+
+    def records(self, provenance: bytes) -> list[tuple[str, Content]]:
+        """Return names and contents of a file's records, those of storages last."""
+        return [
+            ("data.pkl", self.pickled),
+            ("byteorder", sys.byteorder.encode()),
+            ("version", b"3\n"),
+            (PROVENANCE, provenance),
+            *(
+                (f"data/{n}", one if isinstance(one, ShardedValue) else bytes_of(one))
+                for n, one in enumerate(self.storages)
+            ),
+        ]
+
+    def copied_to_host(self) -> Skeleton:
+        """Return the same with host copies of this rank's values, which nothing else changes."""
+        copies: list[Stored] = []
+        for stored in self.storages:
+            if isinstance(stored, ShardedValue):
+                copies.append(stored.with_part(stored.part.to("cpu", copy=True)))
+            else:
+                copies.append(bytes_of(stored).to("cpu", copy=True).untyped_storage())
+        return Skeleton(self.pickled, tuple(copies), self.names)
+
+
+def size_of(content: Content) -> int:
+    """Return the size of a record in bytes."""
+    return content.whole_nbytes if isinstance(content, ShardedValue) else len(content)
+
+
+def bytes_of(value: torch.UntypedStorage) -> Tensor:
+    """Return the bytes ``[n]`` of a storage, sharing its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
+
+
+class _Storage:
+    """A stand-in for the storage of a sharded value while it is pickled."""
+
+    def __init__(self, value: ShardedValue) -> None:
+        self.value = value
+
+
+class _Pickler(pickle.Pickler):
+    """A pickler like that of ``torch.save`` that collects storages instead of writing them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.storages: list[Stored] = []
+        self.names: dict[int, str] = {}
+        self._numbers: dict[Any, int] = {}
+        self._counts: Counter[str] = Counter()
+
+    def persistent_id(self, obj: Any) -> tuple[str, Any, str, str, int] | None:
+        if type(obj) in _PLAIN:  # most of what a pickle has
+            return None
+        if isinstance(obj, _Storage):
+            value = obj.value
+            number = self._number(id(value), value)
+            if number not in self.names:
+                # Modules of one checkpoint, or copies of earlier values, may have equal keys.
+                count = self._counts[value.key]
+                self._counts[value.key] += 1
+                self.names[number] = f"{value.key} ({count + 1})" if count else value.key
+            shape, _, dtype = value.facts
+            kind = _storage_type(dtype) or torch.UntypedStorage
+            size = prod(shape) * (dtype.itemsize if kind is torch.UntypedStorage else 1)
+        elif isinstance(obj, torch.storage.TypedStorage):
+            number = self._number(obj._untyped_storage._cdata, obj._untyped_storage)
+            kind, size = _storage_type(obj.dtype), obj._size()  # type: ignore[no-untyped-call]
+        elif isinstance(obj, torch.UntypedStorage):
+            number, kind, size = self._number(obj._cdata, obj), torch.UntypedStorage, obj.nbytes()
+        else:
+            return None
+        # A reader need not have the writers' devices.
+        return ("storage", kind, str(number), "cpu", size)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, ShardedValue):
+            return NotImplemented
+        if (value := obj.settled()) is not obj:
+            return value.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        shape, stride, dtype = obj.facts
+        args: Any = (_Storage(obj), 0, shape, stride, False, OrderedDict())
+        if _storage_type(dtype) is None:
+            return torch._utils._rebuild_tensor_v3, (*args, dtype)
+        return torch._utils._rebuild_tensor_v2, args
+
+    def _number(self, identity: Any, stored: Stored) -> int:
+        if identity not in self._numbers:
+            self._numbers[identity] = len(self.storages)
+            self.storages.append(stored)
+        return self._numbers[identity]
+
+
+_PLAIN = {str, int, tuple, dict, float, bool, type(None), OrderedDict, torch.dtype, ShardedValue}
+
+
+@functools.cache
+def _storage_type(dtype: torch.dtype) -> Any:
+    """Return the storage class that files name for a dtype; ``None`` for newer dtypes."""
+    name = torch.storage._dtype_to_storage_type_map().get(dtype)
+    return getattr(torch, name) if name else None
+
+
+# -- where the bytes lie ---------------------------------------------------------------------------
+
+
+@dataclass
+class Archive:
+    """The records of a file: their headers, where each begins, and where the last one ends."""
+
+    headers: list[ZipInfo]
+    places: list[int]
+    end: int
+
+    @classmethod
+    def of(cls, sizes: Iterable[tuple[str, int]]) -> Archive:
         """Lay out records of ``(name, nbytes)`` one after another."""
-        records: list[Record] = []
-        position = 0
+        made = cls([], [], 0)
         for name, nbytes in sizes:
-            record = _placed(ROOT + name, nbytes, position)
-            records.append(record)
-            position = record.offset + nbytes + _descriptor_nbytes(nbytes)
-        return cls(tuple(records))
+            header = ZipInfo(ROOT + name)
+            header.CRC, header.file_size, header.compress_size = 0, nbytes, nbytes
+            header.header_offset, header.extra = made.end, _padding(0)
+            least = made.end + len(header.FileHeader())
+            alignment = _SECTOR if nbytes >= _LARGE_BYTES else _ALIGNMENT
+            place = -(-least // alignment) * alignment
+            header.extra = _padding(place - least)
+            made.headers.append(header)
+            made.places.append(place)
+            made.end = place + nbytes
+        return made
 
-    def __reduce__(self) -> Any:
-        # Places follow from the sizes, so that ranks need not exchange them.
-        return Archive.build, (
-            [(name.removeprefix(ROOT), size) for name, size, *_ in self.records],
-        )
-
-    def seam(self, index: int, checksums: Sequence[int]) -> tuple[int, bytes]:
-        """Return offset and content of the seam before a record, or after the last one."""
-        start, before = 0, b""
-        if index > 0:
-            previous = self.records[index - 1]
-            start = previous.stop
-            before = _descriptor(checksums[index - 1], previous.nbytes)
-        if index == len(self.records):
-            return start, before + self._directory(start + len(before), checksums)
-        record = self.records[index]
-        padding = record.offset - record.header_offset - _header_nbytes(record.name)
-        return start, before + _header(record.name, record.nbytes, padding)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole file."""
-        start, content = self.seam(len(self.records), [0] * len(self.records))
-        return start + len(content)
-
-    def _directory(self, offset: int, checksums: Sequence[int]) -> bytes:
-        entries = b"".join(
-            _directory_entry(record, checksum)
-            for record, checksum in zip(self.records, checksums, strict=True)
-        )
-        count, nbytes = len(self.records), len(entries)
-        end64 = struct.pack(
-            "<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, count, count, nbytes, offset
-        )
-        locator = struct.pack("<4sIQI", b"PK\6\7", 0, offset + nbytes, 1)
-        few, small, near = min(count, 0xFFFF), min(nbytes, _LIMIT), min(offset, _LIMIT)
-        end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, few, few, small, near, 0)
-        is_large = (few, small, near) != (count, nbytes, offset)
-        return entries + (end64 + locator if is_large else b"") + end
+    def seal(self, path: Path, checksums: Sequence[int]) -> None:
+        """Write the headers and the directory to a file that has the records."""
+        with path.open("r+b") as file:
+            with ZipFile(file, "w") as archive:
+                for header, checksum in zip(self.headers, checksums, strict=True):
+                    header.CRC = checksum
+                    file.seek(header.header_offset)
+                    file.write(header.FileHeader())
+                    header.extra = b""  # which the directory need not repeat
+                archive.filelist, archive.start_dir = self.headers, self.end
+            file.flush()
+            os.fsync(file.fileno())
 
 
-def _placed(name: str, nbytes: int, position: int) -> Record:
-    """Return the record whose header begins at ``position``."""
-    alignment = _SECTOR if nbytes >= _LARGE_BYTES else _ALIGNMENT
-    least = position + _header_nbytes(name)
-    return Record(name, nbytes, position, -(-least // alignment) * alignment)
-
-
-def _header_nbytes(name: str) -> int:
-    """Return the size of a header without padding."""
-    return _HEADER.size + len(name.encode()) + 4
-
-
-def _descriptor_nbytes(nbytes: int) -> int:
-    return 24 if nbytes >= _LIMIT else 16
-
-
-_HEADER = struct.Struct("<4sHHHHHIIIHH")
-_DESCRIPTOR = struct.Struct("<4sIII")
-_ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
-
-
-def _header(name: str, nbytes: int, padding: int) -> bytes:
-    """Return a local header; sizes and checksum are in the descriptor."""
-    # The extra field has a header of four bytes, which is there even without padding.
-    extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-    needed = 45 if nbytes >= _LIMIT else 20
-    fields = (needed, _UTF8_WITH_DESCRIPTOR, 0, 0, _NEW_YEAR_1980, 0, 0, 0, len(name), len(extra))
-    return _HEADER.pack(b"PK\3\4", *fields) + name.encode() + extra
-
-
-def _descriptor(checksum: int, nbytes: int) -> bytes:
-    if nbytes >= _LIMIT:
-        return struct.pack("<4sIQQ", b"PK\7\x08", checksum, nbytes, nbytes)
-    return _DESCRIPTOR.pack(b"PK\7\x08", checksum, nbytes, nbytes)
-
-
-def _directory_entry(record: Record, checksum: int) -> bytes:
-    far = [value for value in (record.nbytes,) * 2 if value >= _LIMIT]
-    far += [record.header_offset] if record.header_offset >= _LIMIT else []
-    extra = struct.pack(f"<HH{len(far)}Q", 1, 8 * len(far), *far) if far else b""
-    needed = 45 if far else 20
-    size, place = min(record.nbytes, _LIMIT), min(record.header_offset, _LIMIT)
-    fields = (needed, needed, _UTF8_WITH_DESCRIPTOR, 0, 0, _NEW_YEAR_1980, checksum, size, size)
-    rest = (len(record.name), len(extra), 0, 0, 0, 0, place)
-    head = _ENTRY.pack(b"PK\1\2", *fields, *rest)
-    return head + record.name.encode() + extra
+def _padding(nbytes: int) -> bytes:
+    """Return an extra field of a header that has so many bytes besides its own four."""
+    return struct.pack("<HH", 0x4246, nbytes) + b"Z" * nbytes
 
 
 def joined_checksum(parts: Sequence[tuple[int, int, int]], nbytes: int) -> int:

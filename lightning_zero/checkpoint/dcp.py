@@ -41,10 +41,16 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
-from lightning_zero.checkpoint.atomic import REST, TABLE, Temporary
-from lightning_zero.checkpoint.host_file import HostFile, Kind, host_file, nbytes_of
-from lightning_zero.checkpoint.provenance import PROVENANCE, Provenance
-from lightning_zero.checkpoint.reading import Reading
+from lightning_zero.checkpoint.files import (
+    REST,
+    TABLE,
+    HostFile,
+    Kind,
+    host_file,
+    mapped,
+    places_of,
+)
+from lightning_zero.checkpoint.reading import PROVENANCE, Provenance, Reading
 from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.values import ShardedValue
 from lightning_zero.comm import Control
@@ -57,7 +63,6 @@ WEIGHTS = ("state_dict", "model")
 """Where ``ModelParallelStrategy`` and ``FSDPStrategy`` put weights: the roots of their paths."""
 
 _OPTIMIZER = re.compile(r"optim(?:izer)?(?:_(\d+))?")
-_ELSEWHERE = "Use checkpoint='file' to save anywhere else"
 
 
 def is_directory(path: Path) -> bool:
@@ -143,19 +148,11 @@ class DirectorySave(Save):
         return None
 
     @override
-    def _create(self, target: Path | None, layout: None) -> Temporary:
-        if target is None:
+    def _write(self, layout: None, place: Path, *, all_see: bool) -> None:
+        if not all_see:
             raise ValueError(
-                f"checkpoint='dcp' needs a disk that all ranks share, not a URL. {_ELSEWHERE}"
-            )
-        return Temporary(target, None)
-
-    @override
-    def _write(self, layout: None, place: Path, blind: list[int]) -> None:
-        if blind:
-            raise FileNotFoundError(
-                f"Saving {self.path!r} failed: the folder that rank 0 created is not visible on"
-                f" ranks {blind}. checkpoint='dcp' needs a disk that all ranks share. {_ELSEWHERE}"
+                f"Saving {self.path!r} failed: checkpoint='dcp' needs a disk that all ranks share,"
+                " not a URL. Use checkpoint='file' to save anywhere else"
             )
         control, is_first = self.control, self.control.rank == 0
         writer = filesystem.FileSystemWriter(place)
@@ -370,19 +367,18 @@ class Directory:
         # Names of the same bytes, such as tied weights, share a tensor.
         keys = {name: self.key(name) for name in names.values() if name in kinds}
         tensors = {key: name for name, key in keys.items()}
-        made = [kinds[name] for name in tensors.values()]
+        places, nbytes = places_of(kinds[name] for name in tensors.values())
         with host_file(reading) as file:
             with reading.together():
                 if not file.number:
-                    file.reserve(nbytes_of(made))
+                    file.reserve(nbytes)
             with reading.together():
                 objects = [name for name in names.values() if name not in kinds]
-                shared = dict(
-                    zip(tensors.values(), file.tensors(made, is_shared=True), strict=True)
-                )
-                found = self._fill(file, shared, objects, reading.weights_only)
+                shared = mapped(file.path, nbytes, places, is_shared=True)
+                held = dict(zip(tensors.values(), shared, strict=True))
+                found = self._fill(file, held, objects, reading.weights_only)
             with reading.together():
-                whole = file.tensors(made, is_shared=False)
+                whole = mapped(file.path, nbytes, places)
         of_key = dict(zip(tensors, whole, strict=True))
         return {
             path: of_key[keys[name]] if name in keys else found[name]
@@ -396,6 +392,16 @@ class Directory:
         offset = entry.chunks[0].offsets if entry.chunks else None  # type: ignore[union-attr]
         place = places.get(metadata.MetadataIndex(name, offset))
         return name if place is None else (place.relative_path, place.offset, entry.size)  # type: ignore[union-attr]
+
+    def archives(self) -> Iterator[tuple[str, io.BytesIO]]:
+        """Yield a name and the archive of torch.save of each box and object."""
+        places = {
+            (o.relative_path, o.offset, o.length): i for i, o in self.table.storage_data.items()
+        }
+        for (name, offset, nbytes), index in places.items():
+            with (self.path / name).open("rb") as file:
+                file.seek(offset)
+                yield f"{index.fqn}: ", io.BytesIO(file.read(nbytes))
 
     def _fill(
         self, file: HostFile, tensors: Mapping[str, Tensor], objects: list[str], weights_only: bool

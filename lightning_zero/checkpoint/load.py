@@ -8,25 +8,33 @@ the checksums of the file's records, each rank a share of them, and agree on the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import torch
+from torch import Tensor, nn
 
-from lightning_zero.checkpoint.atomic import REST, TABLE, existing, local_path
 from lightning_zero.checkpoint.dcp import Directory, checkpoint_of, is_directory, weights_of
-from lightning_zero.checkpoint.host_file import host_file
-from lightning_zero.checkpoint.provenance import PROVENANCE, check_version
-from lightning_zero.checkpoint.reading import DamageError, Reading, naming
+from lightning_zero.checkpoint.files import REST, TABLE, existing, host_file, local_path
+from lightning_zero.checkpoint.module_state import load_module_state
+from lightning_zero.checkpoint.reading import (
+    PROVENANCE,
+    DamageError,
+    Reading,
+    check_version,
+    naming,
+)
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.comm import Control
+from lightning_zero.engine import engine_of
 from lightning_zero.tensors import internals, mapped_storage, uncollected
 
 EXPECTED = (
@@ -82,13 +90,63 @@ def read_weights(path: str, control: Control, *, weights_only: bool = True) -> d
     value = load(path, control, weights_only=weights_only)
     weights = value.get("state_dict", value) if isinstance(value, dict) else None
     if not isinstance(weights, dict) or not any(
-        isinstance(value, torch.Tensor) for value in weights.values()
+        isinstance(value, Tensor) for value in weights.values()
     ):
         raise ValueError(
             f"{path!r} holds no weights: expected a dictionary of tensors, or one under"
             " 'state_dict'"
         )
     return weights
+
+
+def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
+    """Load a module's weights from a file; all ranks that share the module call it together.
+
+    Each rank reads only its own part of a sharded module. Call it in
+    ``on_fit_start`` or a later hook, when the module is sharded, even if it was built on the meta
+    device; or before the Trainer runs, on an ordinary module.
+
+    Args:
+        module: The module, or a submodule, whose ``state_dict`` names the file uses.
+        path: A ``.ckpt`` or ``.pt`` file (its ``"state_dict"``, or the file itself), a safetensors
+            file, a folder of safetensors files with an index, as Hugging Face writes it, or a
+            directory of torch.distributed.checkpoint.
+        strict: Whether missing and unexpected names are errors.
+
+    Returns:
+        What ``load_state_dict`` returns: the missing and the unexpected names.
+
+    Raises:
+        FileNotFoundError: The file is missing on some rank.
+        RuntimeError: Names or shapes do not fit. All are listed, and nothing was loaded.
+        ValueError: The file is damaged, differs between ranks, or holds no weights.
+    """
+    engine = engine_of(module.parameters())
+    is_meta = any(p.is_meta for p in [*module.parameters(), *module.buffers()])
+    if engine is None and is_meta:
+        raise RuntimeError(
+            f"{type(module).__name__} is on the meta device and not sharded yet, so it cannot take"
+            " weights. Call load_weights in `on_fit_start`, or materialize the module first."
+        )
+    control = Control(alone=True) if engine is None else engine.comm.control
+    weights = read_weights(os.fspath(path), control)
+    try:
+        return load_module_state(module, engine, _with_ties(module, weights), strict=strict)
+    except RuntimeError as error:
+        raise RuntimeError(f"{os.fspath(path)!r} does not fit the module. {error}") from error
+
+
+def _with_ties(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``weights`` with tied parameters, which a file may hold once, under all names."""
+    complete = dict(weights)
+    known: dict[int, list[str]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        known.setdefault(id(value), []).append(name)
+    for names in known.values():
+        held = next((weights[name] for name in names if name in weights), None)
+        if held is not None:
+            complete.update({name: held for name in names if name not in weights})
+    return complete
 
 
 def are_safetensors(place: Path) -> bool:
@@ -191,17 +249,30 @@ def _refuse_deepspeed(folder: Path) -> None:
 
 
 def damage(place: Path) -> list[str]:
-    """Return a line for each record of a file that does not match its checksum.
+    """Return a line for each record of a file or directory that does not match its checksum.
 
     Raises:
-        ValueError: The file has no checksums.
+        ValueError: There are no checksums.
     """
-    if not zipfile.is_zipfile(place):
-        raise ValueError(f"{str(place)!r} has no checksums: it is not an archive of torch.save.")
-    with zipfile.ZipFile(place) as archive:
-        if not _has_checksums(archive):
-            raise ValueError(f"{str(place)!r} has no checksums: its writer left them out.")
-        return [f"{name} is damaged: {reason}" for name, reason in _damaged_records(archive)]
+    archives: Iterable[tuple[str, Any]] = [("", place)]
+    if is_directory(place):
+        rest = [(f"{REST}: ", place / REST)] if (place / REST).is_file() else []
+        archives = itertools.chain(rest, Directory.open(place).archives())
+    found, has_checksums = [], False
+    for label, source in archives:
+        if not zipfile.is_zipfile(source):
+            if label:
+                found.append(f"{label}it is damaged: not an archive of torch.save")
+            continue
+        with zipfile.ZipFile(source) as archive:
+            has_checksums |= _has_checksums(archive)
+            damaged = _damaged_records(archive)
+            found += [f"{label}{name} is damaged: {reason}" for name, reason in damaged]
+    if not has_checksums and not found:
+        raise ValueError(
+            f"{str(place)!r} has no checksums: not of torch.save, or left out by its writer."
+        )
+    return found
 
 
 def _damaged_records(archive: zipfile.ZipFile, share: Share = (0, 1)) -> Iterator[tuple[str, str]]:

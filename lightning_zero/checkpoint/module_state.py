@@ -144,12 +144,7 @@ def load_module_state(
     with load, loading_whole(), warnings.catch_warnings():
         # torch's copies to a meta module would be no-ops; ours are only noted.
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
-        try:
-            result = module.load_state_dict(state, strict=strict)
-        finally:
-            # torch would report it as the failure of whatever it was copying.
-            if load.failure is not None:
-                raise load.failure
+        result = module.load_state_dict(state, strict=strict)
     load.make()
     return result
 
@@ -168,7 +163,6 @@ class _ModuleLoad(TorchFunctionMode):
         tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._noted: list[tuple[Tensor, Any, int]] = []
-        self.failure: Exception | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -176,11 +170,7 @@ class _ModuleLoad(TorchFunctionMode):
             self._noted.append((args[0], args[1], _version_of(args[1])))
             return args[0]
         if self._noted and func not in _HARMLESS and self._has_own([args, kwargs]):
-            try:
-                self.make()
-            except Exception as error:
-                self.failure = error
-                raise
+            self.make()
         return func(*args, **kwargs)
 
     def _has_own(self, values: Any) -> bool:

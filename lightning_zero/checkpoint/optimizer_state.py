@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
@@ -34,7 +35,6 @@ from lightning_zero.optimizer import (
     owned,
     parameter_of,
     stepper_of,
-    with_inner,
 )
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import (
@@ -70,16 +70,20 @@ def _whole_states(
 ) -> dict[int, dict[str, Any]]:
     """Return the states of whole parameters, by index, given this rank's ``own`` parts."""
     pieces, is_whole = members(optimizer), stepper_of(optimizer).is_whole
-    descriptions = _Descriptions()
+    known: dict[Any, Any] = {}
     mine = {
-        index: descriptions.of(own[index] or {}, piece, is_whole=is_whole)
+        index: _description(own[index] or {}, piece, known, is_whole=is_whole)
         for index, piece in enumerate(pieces)
         if (own[index] is not None if is_whole else _has_part(piece))
     }
     gathered = engine.comm.control.gather_objects(
         (group_lines(optimizer, label, with_sizes=True), mine)
     )
-    _check_optimizers([lines for lines, _ in gathered], label)
+    if found := differences([lines for lines, _ in gathered]):
+        raise ValueError(
+            f"The ranks do not agree on {label}. {'; '.join(found)}. configure_optimizers must"
+            " return the same optimizers on every rank, and schedulers must update them alike."
+        )
     described = [states for _, states in gathered]
     whole: dict[int, dict[str, Any]] = {}
     with lasting_tensors():
@@ -106,15 +110,6 @@ def _has_part(member: Any) -> bool:
     return not isinstance(member, Piece) or member.numel() > 0 or not member.range.slot.numel
 
 
-def _check_optimizers(of_ranks: Sequence[Sequence[str]], label: str) -> None:
-    """Raise a ``ValueError`` unless all ranks have the same optimizer."""
-    if found := differences(of_ranks):
-        raise ValueError(
-            f"The ranks do not agree on {label}. {'; '.join(found)}. configure_optimizers must"
-            " return the same optimizers on every rank, and schedulers must update them alike."
-        )
-
-
 def _check_alike(states: Sequence[Mapping[str, Any]], what: str) -> None:
     """Raise a ``ValueError`` unless all ``states``, which all ranks know, have the same entries."""
     other = next((state for state in states if state.keys() != states[0].keys()), None)
@@ -132,14 +127,15 @@ def _check_alike(states: Sequence[Mapping[str, Any]], what: str) -> None:
 # description, so that an exchange carries it once.
 
 
-class _StandIn:
-    """A stand-in for a tensor that is cut into pieces, or that its owner holds whole.
+@dataclass(frozen=True)
+class _Cut:
+    """A tensor that is cut into pieces, or that its owner holds whole.
 
     ``shape`` is that of the owner's tensor; ``None`` if the tensor is cut, as the parameter is.
     """
 
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] | None) -> None:
-        self.dtype, self.shape = dtype, shape
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
 
     def value(self, key: str, part: Tensor | None, piece: Any, comm: Communicator) -> ShardedValue:
         """Return the sharded value; ``part`` is ``None`` on a rank that holds nothing of it."""
@@ -151,12 +147,12 @@ class _StandIn:
         return ShardedValue.of(key, flat, 0, self.shape, stride, control=comm.control)
 
 
+@dataclass(frozen=True)
 class _Wrapper:
-    """A stand-in for a tensor that wraps others, which its owner holds whole."""
+    """A tensor that wraps others, which its owner holds whole."""
 
-    def __init__(self, tensor: Tensor, values: dict[str, Any]) -> None:
-        self.cls, self.dtype, self.values = type(tensor), tensor.dtype, values
-        self.size, self.stride = tuple(tensor.shape), tensor.stride()
+    facts: tuple[type, tuple[int, ...], tuple[int, ...], torch.dtype]
+    values: dict[str, Any]
 
     def value(self, key: str, mine: Any, piece: Any, comm: Communicator) -> Tensor:
         """Return a wrapper of sharded values."""
@@ -164,79 +160,67 @@ class _Wrapper:
             name: _entry(f"{key}.{name}", getattr(mine, name, None), described, piece, comm)
             for name, described in self.values.items()
         }
-        return wrapper_of(self.cls, self.size, self.stride, self.dtype, values)
+        return wrapper_of(*self.facts, values)
 
 
+@dataclass(frozen=True)
 class _Number:
-    """A stand-in for a tensor without dimensions, such as the count of steps."""
+    """A tensor without dimensions, such as the count of steps."""
 
-    def __init__(self, dtype: torch.dtype, value: bool | int | float) -> None:
-        self.dtype, self.value = dtype, value
+    dtype: torch.dtype
+    number: bool | int | float
 
-    def tensor(self) -> Tensor:
+    def value(self, key: str, mine: Any, piece: Any, comm: Communicator) -> Tensor:
         """Return the number in a tensor of its own: a step adds to it in place."""
-        return torch.tensor(self.value, dtype=self.dtype, device="cpu")
+        return torch.tensor(self.number, dtype=self.dtype, device="cpu")
 
 
-class _Descriptions:
-    """A maker of descriptions of states, one for all that are alike."""
+_Described = _Cut | _Wrapper | _Number
 
-    def __init__(self) -> None:
-        self._leaves: dict[Any, Any] = {}
-        self._states: dict[Any, dict[str, Any]] = {}
 
-    def of(self, entries: Mapping[str, Any], piece: Any, *, is_whole: bool) -> dict[str, Any]:
-        """Return a state with stand-ins for its tensors, but for small ones that are sent."""
+def _description(
+    entries: Mapping[str, Any], piece: Any, known: dict[Any, Any], *, is_whole: bool
+) -> dict[str, Any]:
+    """Describe a state; small tensors in it are sent. ``known`` has earlier descriptions."""
 
-        def stand_in(key: str, tensor: Tensor) -> Any:
-            shape = tuple(tensor.shape)
-            if is_whole and is_wrapper(tensor):
-                held = vars(tensor).items()
-                of_values = {k: stand_in(k, v) if isinstance(v, Tensor) else v for k, v in held}
-                return _Wrapper(tensor, of_values)
-            if is_whole and shape:
-                return self._leaf(_StandIn, tensor.dtype, shape)
-            is_cut = not is_whole and isinstance(piece, Piece) and shape == (piece.range.numel,)
-            if is_cut and key != "step":
-                return self._leaf(_StandIn, tensor.dtype, None)
-            if not shape and type(tensor) is Tensor and not tensor.is_complex():
-                number = tensor.item()
-                if not isnan(number):  # whose bits a number may lose
-                    return self._leaf(_Number, tensor.dtype, number)
-            # On the host: a device's tensor is unpickled to the device of the same index, so each
-            # rank would take memory on the devices of all others.
-            return tensor.to("cpu")
+    def one(key: str, tensor: Tensor) -> Any:
+        shape = tuple(tensor.shape)
+        if is_whole and is_wrapper(tensor):
+            held = vars(tensor).items()
+            values = {k: one(k, v) if isinstance(v, Tensor) else v for k, v in held}
+            return _Wrapper((type(tensor), shape, tensor.stride(), tensor.dtype), values)
+        made: Any = None
+        if is_whole and shape:
+            made = _Cut(tensor.dtype, shape)
+        elif not is_whole and isinstance(piece, Piece) and shape == (piece.range.numel,):
+            made = _Cut(tensor.dtype, None) if key != "step" else None
+        elif not shape and type(tensor) is Tensor and not tensor.is_complex():
+            number = tensor.item()
+            made = None if isnan(number) else _Number(tensor.dtype, number)  # which loses its bits
+        # By its text, which tells -0.0 from 0.0, and True from 1. Other tensors on the host: a
+        # device's is unpickled to the device of the same index, so each rank would take memory on
+        # the devices of all others.
+        return tensor.to("cpu") if made is None else known.setdefault(repr(made), made)
 
-        described = {
-            key: stand_in(key, value)
-            if isinstance(value, Tensor)
-            else tree_map_only(Tensor, functools.partial(stand_in, key), value)
-            for key, value in entries.items()
-        }
-        # Stored descriptions keep their leaves alive, so no other leaf has the same id.
-        identity = tuple((key, id(leaf)) for key, leaf in described.items())
-        return self._states.setdefault(identity, described)
-
-    def _leaf(self, kind: Any, dtype: torch.dtype, fact: Any) -> Any:
-        # By its text, which tells -0.0 from 0.0, and True from 1.
-        key = kind, dtype, repr(fact)
-        if key not in self._leaves:
-            self._leaves[key] = kind(dtype, fact)
-        return self._leaves[key]
+    described = {
+        key: one(key, value)
+        if isinstance(value, Tensor)
+        else tree_map_only(Tensor, functools.partial(one, key), value)
+        for key, value in entries.items()
+    }
+    # Known descriptions keep their leaves alive, so no other leaf has the same id.
+    identity = tuple((key, id(leaf)) for key, leaf in described.items())
+    return known.setdefault(identity, described)  # type: ignore[no-any-return]
 
 
 def _entry(key: str, mine: Any, described: Any, piece: Any, comm: Communicator) -> Any:
-    """Return an entry with values in place of its stand-ins; ``mine`` is this rank's own."""
-    if isinstance(described, _Number):
-        return described.tensor()
-    if isinstance(described, _StandIn | _Wrapper):
+    """Return an entry with values in place of its descriptions; ``mine`` is this rank's own."""
+    if isinstance(described, _Described):
         return described.value(key, mine, piece, comm)
     leaves, tree = tree_flatten(described)
     own = [None] * len(leaves) if mine is None else tree_leaves(mine)
     parts = [
-        _entry(f"{key}.{number}", part, leaf, piece, comm)
-        if isinstance(leaf, _StandIn | _Wrapper | _Number)
-        else leaf
+        leaf.value(f"{key}.{number}", part, piece, comm) if isinstance(leaf, _Described) else leaf
         for number, (leaf, part) in enumerate(zip(leaves, own, strict=True))
     ]
     return tree_unflatten(parts, tree)
@@ -245,28 +229,76 @@ def _entry(key: str, mine: Any, described: Any, piece: Any, comm: Communicator) 
 # -- loading ---------------------------------------------------------------------------------------
 
 
-def matched(state: Any, names: Sequence[Sequence[Sequence[str]]]) -> Any:
-    """Return an optimizer's state in the order of its current parameters, if it has their names.
+def loadable(optimizer: Optimizer, state: Any, names: Sequence[Sequence[Sequence[str]]]) -> Any:
+    """Return a whole state that :func:`load_optimizer_state` can load.
 
     ``names`` has, for each group and parameter, all names that the module has for it. A state whose
     ids are names, as of a directory, is matched by these, or else by the ``param_names`` of torch.
+    A format of the optimizer's own is left to its ``load_state_dict``.
 
     Raises:
-        ValueError: The ids are names, but of other parameters.
+        ValueError: The state does not fit.
     """
-    groups = state.get("param_groups") if _is_optimizer_state(state) else None
-    if not groups or len(groups) != len(names):
+    stepper = stepper_of(optimizer)
+    if stepper.has_own_format or (not state and not stepper.state_dict()):
         return state
+    if not _is_optimizer_state(state):
+        raise ValueError("it is not an optimizer state")
+    groups, saved = optimizer.param_groups, _in_order(state["param_groups"], names)
+    if len(groups) != len(saved):
+        raise ValueError(f"it has {len(saved)} param groups, but the optimizer has {len(groups)}")
+    entries = dict(state["state"])
+    with stepper.holding_parts():
+        for number, (group, other, known) in enumerate(zip(groups, saved, names, strict=True)):
+            there, here = len(other["params"]), len(group["params"])
+            if there != here:
+                raise ValueError(
+                    f"its param group {number} has {there} parameters, but the optimizer's has"
+                    f" {here}"
+                )
+            for member, key, (name, *_) in zip(
+                group["params"], other["params"], known, strict=True
+            ):
+                if (held := entries.get(key)) is None:
+                    continue
+                if not isinstance(held, Mapping):
+                    kind = type(held).__name__
+                    raise ValueError(f"its state of {name!r} is a {kind}; expected a dict")
+                # Steps of whole parameters may keep tensors of any shape.
+                if not stepper.is_whole:
+                    entries[key] = {k: _part(k, v, member, name) for k, v in held.items()}
+    return {**state, "state": entries, "param_groups": saved}
+
+
+def _part(key: str, value: Any, member: Any, name: str) -> Any:
+    """Return this rank's part of what tensor parallelism has cut; raise if it does not fit."""
+    parameter = parameter_of(member)
+    value = local_value(value, parameter, tuple(parameter.shape))
+    shape = member.range.slot.shape if isinstance(member, Piece) else member.shape
+    # A state has one number per element, or a single one.
+    is_tensor = isinstance(value, Tensor) and value.dim() and value.shape != shape
+    if is_tensor and not (key == "step" and value.numel() == 1):
+        raise ValueError(
+            f"its {key!r} of {name!r} has shape {tuple(value.shape)}, but the parameter has shape"
+            f" {tuple(shape)}"
+        )
+    return value
+
+
+def _in_order(groups: Sequence[Any], names: Sequence[Sequence[Sequence[str]]]) -> Sequence[Any]:
+    """Return saved groups in the order of the optimizer's parameters, if they have their names."""
     ids = [key for group in groups for key in group["params"]]
-    has_names = all(isinstance(key, str) for key in ids)
-    sorted_groups = []
+    has_names = bool(ids) and all(isinstance(key, str) for key in ids)
+    if len(groups) != len(names):
+        return groups
+    found = []
     for number, (group, current) in enumerate(zip(groups, names, strict=True)):
         saved = group["params"] if has_names else group.get("param_names", ())
         position = {name: place for place, name in enumerate(saved)}
         order = [next((position[n] for n in known if n in position), None) for known in current]
         if None in order or len(order) != len(group["params"]) or len(saved) != len(order):
             if not has_names:
-                return state
+                return groups
             here = {name for known in current for name in known}
             lacking = [known[0] for known, at in zip(current, order, strict=True) if at is None]
             surplus = [name for name in saved if name not in here]
@@ -279,8 +311,8 @@ def matched(state: Any, names: Sequence[Sequence[Sequence[str]]]) -> Any:
             for key in ("params", "param_names")
             if key in group
         }
-        sorted_groups.append({**group, **changed})
-    return {**state, "param_groups": sorted_groups}
+        found.append({**group, **changed})
+    return found
 
 
 def with_integer_ids(state: Any) -> Any:
@@ -296,53 +328,6 @@ def with_integer_ids(state: Any) -> Any:
     return {**state, "state": held, "param_groups": groups}
 
 
-def local_optimizer_state(optimizer: Optimizer, state: Any) -> Any:
-    """Return a whole optimizer state with this rank's parts of what tensor parallelism has cut.
-
-    That of an optimizer that steps whole parameters stays whole. A state that does not fit its
-    optimizer is returned as it is, to be refused.
-    """
-    if stepper_of(optimizer).is_whole or not _is_optimizer_state(state):
-        return state
-    ids = [key for group in state["param_groups"] for key in group["params"]]
-    entries = dict(state["state"])
-    for key, member in zip(ids, members(optimizer), strict=False):
-        parameter = parameter_of(member)
-        if isinstance(entries.get(key), Mapping):
-            entries[key] = {
-                name: local_value(value, parameter, tuple(parameter.shape))
-                for name, value in entries[key].items()
-            }
-    return {**state, "state": entries}
-
-
-def check_optimizer_states(
-    optimizers: list[Optimizer], states: Sequence[Mapping[str, Any]], name_of: Callable[[Any], str]
-) -> None:
-    """Raise a ``ValueError`` unless every optimizer that has a state can load it.
-
-    ``name_of`` names a parameter or piece for the error.
-    """
-    if not isinstance(states, Sequence):
-        raise ValueError(f"The checkpoint's optimizer states are a {type(states).__name__}.")
-    for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
-        stepper = stepper_of(optimizer)
-        if not state and not stepper.state_dict():
-            continue
-        is_own, is_whole = stepper.has_own_format, stepper.is_whole
-        is_state = isinstance(state, Mapping) if is_own else _is_optimizer_state(state)
-        if not is_state:
-            raise ValueError(
-                f"The checkpoint's entry for optimizer {number} is not an optimizer state."
-            )
-        faults = _faults_in_own_format if is_own else _faults
-        with stepper.holding_parts():
-            fault = next(faults(optimizer, state, name_of, is_whole=is_whole), None)
-        if fault is not None:
-            kind = type(optimizer).__name__
-            raise ValueError(f"The checkpoint does not fit optimizer {number} ({kind}): {fault}.")
-
-
 def _is_optimizer_state(state: Any) -> bool:
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         return False
@@ -351,55 +336,6 @@ def _is_optimizer_state(state: Any) -> bool:
         isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
         for group in groups
     )
-
-
-def _faults(
-    optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Any], str], *, is_whole: bool
-) -> Iterator[str]:
-    groups, saved = optimizer.param_groups, state["param_groups"]
-    if len(groups) != len(saved):
-        yield f"it has {len(saved)} param groups, but the optimizer has {len(groups)}"
-        return
-    pairs: list[tuple[Any, Any]] = []
-    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
-        there, here = len(other["params"]), len(group["params"])
-        if there != here:
-            yield f"its param group {number} has {there} parameters, but the optimizer's has {here}"
-            return
-        pairs += zip(group["params"], other["params"], strict=True)
-    for parameter, key in pairs:
-        entries, name_there = state["state"].get(key), name_of(parameter)
-        if entries is None:
-            continue
-        if not isinstance(entries, Mapping):
-            yield f"its state of {name_there!r} is a {type(entries).__name__}; expected a dict"
-            return
-        if is_whole:
-            continue  # steps of whole parameters may keep tensors of any shape
-        shape = parameter.range.slot.shape if isinstance(parameter, Piece) else parameter.shape
-        for name, value in entries.items():
-            # A state has one number per element, or a single one.
-            is_tensor = isinstance(value, Tensor) and value.dim() and value.shape != shape
-            if is_tensor and not (name == "step" and value.numel() == 1):
-                yield (
-                    f"its {name!r} of {name_there!r} has shape {tuple(value.shape)}, but the"
-                    f" parameter has shape {tuple(shape)}"
-                )
-
-
-def _faults_in_own_format(
-    optimizer: Optimizer, state: Mapping[str, Any], name_of: Callable[[Any], str], *, is_whole: bool
-) -> Iterator[str]:
-    """Yield the faults that show from outside: in the names, and in wrapped optimizers."""
-    own = stepper_of(optimizer).state_dict()
-    if not own.keys() <= state.keys():
-        there, here = (", ".join(map(repr, names)) for names in (state, own))
-        yield f"its state has {there}, but the optimizer's has {here}"
-        return
-    inner = list(with_inner(optimizer))[1:]
-    nested = [value for value in state.values() if _is_optimizer_state(value)]
-    for holder, value in zip(inner, nested, strict=False):
-        yield from _faults(holder, value, name_of, is_whole=is_whole)
 
 
 @uncollected()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.host_file import Place, mapped
+from lightning_zero.checkpoint.files import Place, mapped
 
 INDEX = "model.safetensors.index.json"
 """The file that says which file of a folder holds which tensor, as Hugging Face has it."""

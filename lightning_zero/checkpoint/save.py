@@ -1,4 +1,4 @@
-"""Writing one checkpoint from all ranks at once.
+"""The saves of a run: one after another, each from all ranks at once.
 
 1. **Agree**: every rank takes its checkpoint apart; rank 0 decides what is written, and every rank
    must have its parts of it.
@@ -7,34 +7,38 @@
    is a URL, the others send their parts of a file to rank 0, which writes it.
 3. **Rename**: rank 0 gives the file or folder its final name, or uploads the file.
 
-If a process dies in between, an earlier checkpoint of the same name stays whole (``atomic.py``).
+If a process dies in between, an earlier checkpoint of the same name stays whole (``files.py``).
 Nothing is gathered, and a rank copies no more than a buffer at a time.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
 import shutil
 import tempfile
+import weakref
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.checkpoint.archive import Archive, joined_checksum
-from lightning_zero.checkpoint.atomic import Temporary, local_path
-from lightning_zero.checkpoint.provenance import Provenance
-from lightning_zero.checkpoint.skeleton import Content, Skeleton, size_of
+from lightning_zero.checkpoint.archive import Archive, Skeleton, bytes_of, joined_checksum, size_of
+from lightning_zero.checkpoint.files import Temporary, local_path, remove
+from lightning_zero.checkpoint.reading import Provenance
 from lightning_zero.checkpoint.values import ShardedValue
 from lightning_zero.checkpoint.writer import Writer
 from lightning_zero.comm import Control, Outcome, agreed
+from lightning_zero.tensors import runs_outside, uncollected
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +49,9 @@ class Save(ABC):
     Sharded values are taken from every rank, the rest of ``checkpoint`` from rank 0. ``on_written``
     is called with the number of bytes that this rank has written since the last call.
     """
+
+    _nbytes: int | None = None
+    """On rank 0, the size of the file; ``None`` for a folder."""
 
     def __init__(
         self,
@@ -77,11 +84,11 @@ class Save(ABC):
         try:
             with self.together():
                 if self.control.rank == 0:
-                    temporary = self._create(target, layout)
+                    here = target or Path(tempfile.gettempdir(), "lightning_zero-upload")
+                    temporary = Temporary(here, self._nbytes)
             place: Path = self.control.broadcast_object(temporary and temporary.path)
-            sees = self.control.gather_objects(target is not None and place.exists())
-            blind = [rank for rank, it_sees in enumerate(sees) if not it_sees]
-            self._write(layout, place, blind)
+            all_see = all(self.control.gather_objects(target is not None and place.exists()))
+            self._write(layout, place, all_see=all_see)
             with self.together():
                 if temporary is None:
                     return
@@ -135,26 +142,15 @@ class Save(ABC):
         """Return what every rank needs to know to write its parts; called on rank 0."""
 
     @abstractmethod
-    def _create(self, target: Path | None, layout: Any) -> Temporary:
-        """Create the temporary file or folder, on rank 0; ``target`` is ``None`` for a URL."""
-
-    @abstractmethod
-    def _write(self, layout: Any, place: Path, blind: list[int]) -> None:
-        """Write and sync everything; ``blind`` are the ranks that do not see ``place``."""
-
-
-class _Layout(NamedTuple):
-    """The records of a file, and the names of the sharded ones; rank 0 has the others."""
-
-    archive: Archive
-    names: dict[int, str]
+    def _write(self, layout: Any, place: Path, *, all_see: bool) -> None:
+        """Write and sync everything; ``all_see`` whether all ranks see ``place``."""
 
 
 class FileSave(Save):
     """A save to one plain file, which ``torch.save`` would have written.
 
     Rank 0 works out where every record lies and creates the file at its full size. At last it
-    writes the checksums of the records, which lie in the seams between them.
+    writes the headers of the records, which have the checksums.
     """
 
     _skeleton: Skeleton
@@ -172,77 +168,193 @@ class FileSave(Save):
     def values(self) -> dict[str, ShardedValue]:
         return self._skeleton.sharded_values()
 
-    def _records(self) -> list[tuple[str, Content]]:
-        return self._skeleton.records(self.provenance.encoded())
+    @override
+    def _layout(self) -> dict[str, tuple[int, int]]:
+        """Return the number of each value's record, and where it begins."""
+        self._records = self._skeleton.records(self.provenance.encoded())
+        self._archive = Archive.of((name, size_of(content)) for name, content in self._records)
+        self._nbytes = self._archive.end
+        first = len(self._records) - len(self._skeleton.storages)
+        return {
+            name: (first + number, self._archive.places[first + number])
+            for number, name in self._skeleton.names.items()
+        }
 
     @override
-    def _layout(self) -> _Layout:
-        records = self._records()
-        archive = Archive.build((name, size_of(content)) for name, content in records)
-        first = len(records) - len(self._skeleton.storages)
-        names = {first + number: name for number, name in self._skeleton.names.items()}
-        return _Layout(archive, names)
-
-    @override
-    def _create(self, target: Path | None, layout: _Layout) -> Temporary:
-        here = target or Path(tempfile.gettempdir(), "lightning_zero-upload")
-        return Temporary(here, layout.archive.nbytes)
-
-    @override
-    def _write(self, layout: _Layout, place: Path, blind: list[int]) -> None:
-        if blind:
+    def _write(self, layout: Mapping[str, tuple[int, int]], place: Path, *, all_see: bool) -> None:
+        if not all_see:
             _log_once(self.path)
-        archive, shares = layout.archive, array("q")
-        parts = self._parts(layout, brings=bool(blind))
+        parts, written = self._parts(layout, brings=not all_see), array("q")
         outcome = Outcome()
-        if self.control.rank == 0 or not blind:
+        if self.control.rank == 0 or all_see:
             with outcome.attempt(), Writer(place, self.on_written) as writer:
-                for index, start, content in parts:
-                    offset = archive.records[index].offset + start
-                    checksum = writer.write(offset, content)
-                    shares.extend((index, start, len(content), checksum))
+                for number, offset, start, content in parts:
+                    checksum = writer.write(offset + start, content)
+                    written.extend((number, start, len(content), checksum))
                 writer.sync()
         for _ in parts:  # receive the rest even after an error, since the others are sending it
             pass
         outcome.agree(self.control, f"Saving {self.path!r}")
-        every = self.control.gather_objects(shares.tobytes())
+        every = self.control.gather_objects(written.tobytes())
         with self.together():
             if self.control.rank == 0:
-                self._seal(archive, place, every)
+                self._archive.seal(place, self._checksums(every))
 
-    def _parts(self, layout: _Layout, *, brings: bool) -> Iterator[tuple[int, int, bytes | Tensor]]:
-        """Yield a record, where this rank's part of it begins, and the part.
+    def _parts(
+        self, layout: Mapping[str, tuple[int, int]], *, brings: bool
+    ) -> Iterator[tuple[int, int, int, bytes | Tensor]]:
+        """Yield a record's number and place, where in it this rank's part begins, and the part.
 
         With ``brings``, rank 0 yields those of all ranks and the others, which send theirs, none.
         """
-        values, records = self.values, self._records() if self.control.rank == 0 else []
-        for index in range(len(layout.archive.records)):
-            if index not in layout.names:
-                if records:
-                    content: Any = records[index][1]
-                    yield index, 0, content
-                continue
-            value = values[layout.names[index]]
+        values = self.values
+        if self.control.rank == 0:
+            for number, (_, content) in enumerate(self._records):
+                if not isinstance(content, ShardedValue):
+                    yield number, self._archive.places[number], 0, content
+        for name, place in layout.items():
+            value = values[name]
             if brings:
                 for start, chunk in brought(value, self.control):
-                    yield index, start, chunk
+                    yield *place, start, chunk
             elif value.part.numel():
-                yield index, value.start_byte, value.part_bytes
+                yield *place, value.start_byte, value.part_bytes
 
-    def _seal(self, archive: Archive, place: Path, shares: list[bytes]) -> None:
-        parts: list[list[tuple[int, int, int]]] = [[] for _ in archive.records]
-        for numbers in (array("q", of_rank) for of_rank in shares):
+    def _checksums(self, written: list[bytes]) -> list[int]:
+        """Return the records' checksums from those of the parts that each rank has written."""
+        parts: list[list[tuple[int, int, int]]] = [[] for _ in self._records]
+        for numbers in (array("q", of_rank) for of_rank in written):
             for position in range(0, len(numbers), 4):
-                index, start, nbytes, checksum = numbers[position : position + 4]
-                parts[index].append((start, nbytes, checksum))
-        wholes = [
-            joined_checksum(of_record, record.nbytes)
-            for record, of_record in zip(archive.records, parts, strict=True)
+                number, *part = numbers[position : position + 4]
+                parts[number].append((part[0], part[1], part[2]))
+        return [
+            joined_checksum(of_record, header.file_size)
+            for header, of_record in zip(self._archive.headers, parts, strict=True)
         ]
-        with Writer(place) as writer:
-            for index in range(len(wholes) + 1):
-                writer.write(*archive.seam(index, wholes))
-            writer.sync()
+
+
+class Saver:
+    """A writer and remover of checkpoints; all ranks call every method together.
+
+    A background save returns once this rank's values are copied to host memory. The next save waits
+    for it, and so does the end of the process. Removals queue behind it and are skipped if it
+    failed, so that a checkpoint is removed only once its successor exists.
+    """
+
+    def __init__(self, control: Control) -> None:
+        self.control = control
+        self._background: Control | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._running: list[Future[None]] = []
+        self._agreed: dict[str, str] = {}
+        weakref.finalize(self, _end, self._running)
+
+    @runs_outside
+    @uncollected()
+    def save(
+        self,
+        checkpoint: Any,
+        path: str,
+        provenance: Provenance,
+        *,
+        in_background: bool = False,
+        kind: Callable[..., Save] = FileSave,
+    ) -> None:
+        """Write ``checkpoint`` to ``path``; in the background, return once it is copied.
+
+        ``kind`` is the format, a file by default.
+        """
+        self.wait()
+        path = self._agree(path)
+        save = kind(checkpoint, path, self.control, provenance)
+        if not in_background:
+            save.run()
+            return
+        self._background = self._background or self.control.separate()
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        save.detach(self._background)
+        self._running.append(self._executor.submit(save.run))
+
+    def _agree(self, path: str) -> str:
+        agreed: str = self.control.broadcast_object(path)
+        if agreed != path:
+            self._agreed[path] = agreed
+        return agreed
+
+    def path_of(self, path: str) -> str:
+        """Return the path to which this rank's ``path`` was saved, which is that of rank 0."""
+        return self._agreed.get(path, path)
+
+    def remove(self, path: str) -> None:
+        """Remove a checkpoint once the running save, if any, has succeeded."""
+        if self.control.rank:
+            return
+        if self._executor is None or not self._running:
+            _remove(path)
+            return
+        running = self._running[0]
+        self._running.append(
+            self._executor.submit(lambda: None if running.exception() else _remove(path))
+        )
+
+    def wait(self) -> None:
+        """Wait until everything is written; raise on all ranks if that failed."""
+        running, self._running[:] = [*self._running], []
+        for future in running:
+            future.result()
+
+    def close(self) -> None:
+        """Wait, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            if self._executor is not None:
+                self._executor.shutdown()
+                self._executor = None
+
+
+def _end(running: list[Future[None]]) -> None:
+    """Wait for a save for which nobody waits any more, and report its failure."""
+    for future in running:
+        if error := future.exception():
+            log.error("The last checkpoint was not written.", exc_info=error)
+
+
+def _remove(path: str) -> None:
+    """Remove a checkpoint; a failure is no reason to end training, least of all on one rank."""
+    try:
+        remove(path)
+    except Exception as error:
+        log.warning("The old checkpoint %r could not be removed: %s", path, error)
+
+
+def collected(checkpoint: Any, control: Control) -> Any:
+    """Return ``checkpoint`` with whole tensors on rank 0, unchanged on the others. A collective.
+
+    For writers that do not know sharded values. Rank 0 needs host memory for all of them.
+    """
+    with agreed(control, "Saving"):
+        values = Skeleton.of(checkpoint).sharded_values()
+    for name in control.broadcast_object(list(values)):
+        value = values[name]
+        device = "meta" if control.rank else "cpu"
+        whole = torch.empty_strided(*value.facts[:2], dtype=value.dtype, device=device)
+        for start, chunk in brought(value, control):
+            bytes_of(whole.untyped_storage())[start : start + len(chunk)] = chunk
+        if control.rank == 0:
+            value.value = whole
+    return checkpoint if control.rank else _settled(checkpoint)
+
+
+def _settled(value: Any) -> Any:
+    """Copy nested containers with whole tensors in place of sharded values."""
+    if isinstance(value, ShardedValue):
+        return value.settled()
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update({key: _settled(item) for key, item in value.items()})
+        return copied
+    return type(value)(map(_settled, value)) if type(value) in (list, tuple) else value
 
 
 def brought(value: ShardedValue, control: Control) -> Iterator[tuple[int, Tensor]]:

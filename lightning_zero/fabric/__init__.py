@@ -2,17 +2,15 @@
 
 strategy       ``ZeROStrategy`` for ``lightning.Fabric``
 checkpointing  ``Checkpoints`` of Fabric and the Trainer; the base class that saves and loads
-module         what ``fabric.setup`` wraps
-sharding       the base class of Fabric's and the Trainer's: ranks, and how a module is sharded
+sharding       the base class of both strategies: ranks, and how a module is sharded and wrapped
 precision      precisions on pieces, for Fabric and the Trainer
 internals      every private name of Fabric in use
 """
 
 from lightning_zero.fabric.checkpointing import Checkpoints, writes_files
 from lightning_zero.fabric.internals import count_once, to_device_but_parameters
-from lightning_zero.fabric.module import ShardedModule
 from lightning_zero.fabric.precision import FabricPrecision, ShardedPrecision, grads_of
-from lightning_zero.fabric.sharding import Sharding, init_device
+from lightning_zero.fabric.sharding import ShardedModule, Sharding, init_device
 from lightning_zero.fabric.strategy import ZeROStrategy
 
 __all__ = [

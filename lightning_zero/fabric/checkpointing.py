@@ -20,24 +20,22 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import (
+    DirectorySave,
     FileSave,
     Provenance,
     Saver,
-    check_optimizer_states,
     collected,
     load,
     load_module_state,
     load_optimizer_state,
-    local_optimizer_state,
-    matched,
+    loadable,
     module_state,
     optimizer_state,
 )
 from lightning_zero.comm import Control, agreed
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import internals
-from lightning_zero.fabric.module import ShardedModule
-from lightning_zero.fabric.sharding import Sharding
+from lightning_zero.fabric.sharding import ShardedModule, Sharding
 from lightning_zero.optimizer import members, parameter_of
 from lightning_zero.plan import Settings
 
@@ -85,12 +83,19 @@ class Checkpoints:
         *,
         writer: Callable[[Any], object] | None = None,
         in_background: bool = False,
-        kind: Callable[..., Any] = FileSave,
+        optimizers: Iterable[Optimizer] = (),
     ) -> None:
-        """Write a checkpoint from all ranks, or by the user's ``writer`` on rank 0."""
+        """Write a checkpoint from all ranks, or by the user's ``writer`` on rank 0.
+
+        ``optimizers`` are those whose states it has.
+        """
         if writer is None:
-            stage, world_size = self._settings.stage, self.control.world_size
-            origin = Provenance(stage, world_size, precision)
+            kind: Callable[..., Any] = FileSave
+            if self._settings.checkpoint == "dcp":
+                groups = [itertools.chain(*self.names_of(optimizer)) for optimizer in optimizers]
+                names = [[known[0] for known in of_one] for of_one in groups]
+                kind = functools.partial(DirectorySave, parameters=names)
+            origin = Provenance(self._settings.stage, self.control.world_size, precision)
             self.saver.save(checkpoint, path, origin, in_background=in_background, kind=kind)
             return
         everything = collected(checkpoint, self.control)
@@ -115,14 +120,12 @@ class Checkpoints:
         found = []
         for number, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
             try:
-                ordered = matched(state, self.names_of(optimizer))
+                found.append(loadable(optimizer, state, self.names_of(optimizer)))
             except ValueError as error:
                 kind = type(optimizer).__name__
                 raise ValueError(
                     f"The checkpoint does not fit optimizer {number} ({kind}): {error}."
                 ) from error
-            found.append(local_optimizer_state(optimizer, ordered))
-        check_optimizer_states([*optimizers], found, self._name_of)
         return found
 
     def load_optimizers(self, pairs: Iterable[tuple[Optimizer, Any]]) -> None:
@@ -152,13 +155,6 @@ class Checkpoints:
                 ]
             )
         return names
-
-    def _name_of(self, member: Any) -> str:
-        for engine in self._engines():
-            for name, parameter in engine.module.named_parameters():
-                if parameter is parameter_of(member):
-                    return name
-        return "a parameter outside the module"
 
 
 def writes_files(plugin: CheckpointIO) -> bool:
@@ -208,6 +204,13 @@ class SavingStrategy(Sharding, DDPStrategy):
         if isinstance(value, Optimizer) and self._checkpoints.engines_of(value):
             return self._checkpoints.optimizer_state(value, key)
         return value.state_dict() if isinstance(value, internals.Stateful) else value
+
+    @override
+    def teardown(self) -> None:
+        """Wait for the last save in the background; raise if it failed. Fabric does not call it."""
+        if "_checkpoints" in vars(self):
+            self._checkpoints.saver.close()
+        super().teardown()
 
     @override
     def load_checkpoint(

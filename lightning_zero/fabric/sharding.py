@@ -1,4 +1,4 @@
-"""What the strategies of Fabric and of the Trainer share: ranks, the sharding, and their names."""
+"""What the strategies of Fabric and of the Trainer share: ranks, sharding, and their names."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_zero.comm import Communicator, data_group, default_group, device_mesh, share
 from lightning_zero.engine import Engine, broadcast_buffers
@@ -141,3 +142,29 @@ class Sharding:
 def init_device(*, is_empty: bool | None) -> AbstractContextManager[Any]:
     """Return the context in which a model is built: never on the accelerator, it may not fit."""
     return torch.device("meta") if is_empty else nullcontext()
+
+
+class ShardedModule(nn.Module):
+    """A module whose forward is a step of an engine.
+
+    Attributes:
+        module: The user's module, whose parameters the engine shards.
+        engine: The engine.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        super().__init__()
+        self.module = module
+        self.engine = engine
+
+    @override
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; a backward from what it returns finds its weights."""
+        with self.engine.step(awaits_backward=torch.is_grad_enabled()) as watch:
+            output = self.module(*args, **kwargs)
+            watch(output)
+            # Lightning asks for `fabric.backward` in place of `loss.backward` of a strategy that
+            # would note the loss.
+            self.engine.prepare_backward(output)
+            return output

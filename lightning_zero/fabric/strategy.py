@@ -23,9 +23,8 @@ from lightning_zero.comm import Communicator, end_at_exit
 from lightning_zero.engine import Engine, piece_among
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
-from lightning_zero.fabric.module import ShardedModule
 from lightning_zero.fabric.precision import FabricPrecision, grads_of
-from lightning_zero.fabric.sharding import init_device
+from lightning_zero.fabric.sharding import ShardedModule, init_device
 from lightning_zero.memory import summary
 from lightning_zero.optimizer import clip, members, parameter_of
 from lightning_zero.parameters import Piece, local_of

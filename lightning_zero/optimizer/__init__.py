@@ -35,7 +35,7 @@ from lightning_zero.optimizer.loss_scaler import LossScaler
 from lightning_zero.optimizer.pieces import FindPiece, owned, parameter_of
 from lightning_zero.optimizer.rounding import RoundedStates
 from lightning_zero.optimizer.second_run import end
-from lightning_zero.optimizer.shared_state import Announced, bare, with_inner
+from lightning_zero.optimizer.shared_state import Announced, bare
 from lightning_zero.optimizer.shown import kept_states
 from lightning_zero.optimizer.staging import PiecePart, batches_of, staging_bytes
 from lightning_zero.optimizer.states import StateFiles, States

@@ -38,7 +38,7 @@ CURES = {
     "auto_wrap_policy": "remove it, or name the classes in units={...}",
     "activation_checkpointing_policy": "use activation_checkpointing=True, or {...} of classes",
     "cpu_offload": "use offload_optimizer='cpu' and offload_weights='cpu'",
-    "mixed_precision": "use Trainer(precision='bf16-mixed')",
+    "mixed_precision": "use precision='bf16-mixed' of the Trainer, or of Fabric",
     "state_dict_type": "use checkpoint='file' or checkpoint='dcp'",
     "backward_shard": "use shard='node' (hybrid sharding), which gathers within a node",
     "verify_checkpoint": "remove it: every load verifies the checksums of the whole file",

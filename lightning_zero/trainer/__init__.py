@@ -2,8 +2,7 @@
 
 - ``strategy``: ``ZeROStrategy``, between the Trainer and the engine
 - ``checkpointing``: ``SavingStrategy``, its base class, saves and loads checkpoints
-- ``steps``: ``SteppingStrategy``, the next base class, runs the Trainer's steps in the engine
-- ``ranks``: ``RankStrategy``, the next, enters and leaves the process group
+- ``steps``: ``SteppingStrategy``, the next base class, has the ranks, and runs the Trainer's steps
 - ``run``: the strategy's state for one call of the Trainer
 - ``deepspeed_config``: what a DeepSpeed configuration asks of the Trainer and the module
 - ``precision``: ``ZeROPrecision``: casting, loss scaling and clipping on pieces

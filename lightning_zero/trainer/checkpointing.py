@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -20,8 +18,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import (
-    DirectorySave,
-    FileSave,
     are_safetensors,
     load_module_state,
     module_state,
@@ -31,7 +27,6 @@ from lightning_zero.comm import whole
 from lightning_zero.fabric import Checkpoints, writes_files
 from lightning_zero.optimizer import stepper_of, wraps_states
 from lightning_zero.trainer.internals import StoredPath, unwrapped
-from lightning_zero.trainer.run import callbacks_of
 from lightning_zero.trainer.steps import SteppingStrategy
 
 
@@ -102,17 +97,8 @@ class SavingStrategy(SteppingStrategy):
             ),
             # After fit there is no training to overlap with, and nothing waits for the thread.
             in_background=is_async and self._open_engine is not None,
-            kind=self._checkpoint_kind,
+            optimizers=map(unwrapped, self.optimizers),
         )
-
-    @property
-    def _checkpoint_kind(self) -> Callable[..., Any]:
-        """Return the constructor of save jobs in the chosen format."""
-        if self.settings.checkpoint == "file":
-            return FileSave
-        names = [self._checkpoints.names_of(unwrapped(optimizer)) for optimizer in self.optimizers]
-        parameters = [[one[0] for group in groups for one in group] for groups in names]
-        return functools.partial(DirectorySave, parameters=parameters)
 
     @override
     def remove_checkpoint(self, filepath: StoredPath) -> None:
@@ -181,7 +167,7 @@ class SavingStrategy(SteppingStrategy):
             # As under DDP, the checkpoint is read and its hooks run before setup. Values are copied
             # once each rank knows its part.
             # What callbacks do to its weights later, when they are loaded, comes too late.
-            self._run.pending = (checkpoint, _copied(checkpoint["state_dict"]), strict)
+            self._run.pending = (_copied(checkpoint["state_dict"]), strict)
         else:
             self._load_weights(checkpoint["state_dict"], strict)
 
@@ -204,28 +190,15 @@ class SavingStrategy(SteppingStrategy):
     def _is_fitting(self) -> bool:
         return self._module.trainer.state.fn == TrainerFn.FITTING
 
-    def _load_pending(self) -> Mapping[str, Any] | None:
-        """Finish the loads that setup postponed, and return the checkpoint, if there is one.
-
-        As under DDP, the code that makes optimizers sees loaded weights.
-        """
+    def _load_pending(self) -> None:
+        """Finish the load that setup postponed: code that makes optimizers sees loaded weights."""
         run = self._current
         pending, run.pending = run.pending, None
         run.is_set_up = True
-        if pending is None:
-            return None
-        checkpoint, weights, strict = pending
-        self._load_weights(weights, strict)
-        if run.callbacks is not None:
-            run.callbacks.load()
-        return checkpoint
-
-    def _check_resumable(self, trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
-        """Raise a ``ValueError`` if an optimizer cannot load its state, which it does later."""
-        # Finetuning callbacks restore the checkpoint's param groups later, in on_fit_start.
-        finetunes = any(isinstance(each, BaseFinetuning) for each in callbacks_of(trainer))
-        if "optimizer_states" in checkpoint and not finetunes:
-            self._optimizer_states(checkpoint)
+        if pending is not None:
+            self._load_weights(*pending)
+            if run.callbacks is not None:
+                run.callbacks.load()
 
     def _load_weights(self, weights: Mapping[str, Any], strict: bool) -> None:
         try:
@@ -237,23 +210,20 @@ class SavingStrategy(SteppingStrategy):
                 f"The checkpoint {self._current.path!r} does not fit the module. {error}"
             ) from error
 
-    def _optimizer_states(self, checkpoint: Mapping[str, Any]) -> list[Any]:
-        """Return the checkpoint's optimizer states, ready to be loaded; raise if one is not."""
-        optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        try:
-            return self._checkpoints.prepared(optimizers, checkpoint["optimizer_states"])
-        except ValueError as error:
-            raise ValueError(f"Cannot resume from {self._current.path!r}. {error}") from error
-
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = self._optimizer_states(checkpoint)
-        optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        self._checkpoints.load_optimizers(zip(optimizers, states, strict=False))
-        states = checkpoint["optimizer_states"]
-        here, there = len(self.optimizers), len(states)
+        if self._run is None:  # in the process that has launched the ranks, which has no optimizers
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        optimizers, states = [*map(unwrapped, self.optimizers)], checkpoint["optimizer_states"]
+        try:
+            prepared = self._checkpoints.prepared(optimizers, states)
+        except ValueError as error:
+            raise ValueError(f"Cannot resume from {self._current.path!r}. {error}") from error
+        self._checkpoints.load_optimizers(zip(optimizers, prepared, strict=False))
+        here, there = len(optimizers), len(states)
         if here != there:
-            fresh = [type(unwrapped(optimizer)).__name__ for optimizer in self.optimizers[there:]]
+            fresh = [type(optimizer).__name__ for optimizer in optimizers[there:]]
             what = ", ".join(f"{n} ({kind})" for n, kind in enumerate(fresh, there))
             rest = ", ".join(map(str, range(here, there)))
             rank_zero_warn(

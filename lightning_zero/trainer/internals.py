@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -22,8 +21,6 @@ from torch.optim import Optimizer
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-StrategyRegistry = _StrategyRegistry
-"""The type in the signature of ``Strategy.register_strategies``."""
 StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
 optimizer_to_device = _optimizer_to_device

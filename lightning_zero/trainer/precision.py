@@ -18,10 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import ShardedPrecision, grads_of
-from lightning_zero.optimizer import FindPiece, LossScaler, clip
+from lightning_zero.optimizer import LossScaler, clip
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -63,19 +62,14 @@ class ZeROPrecision(ShardedPrecision, Precision):
         self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
     ) -> None:
         super().__init__(precision, scaler, device)
-        self.comm: Communicator | None = None
-        # A weak reference: the plugin outlives the engine.
-        self._find_piece: Callable[[], FindPiece | None] = _nothing
         self._engine: Callable[[], Engine | None] = _nothing
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "comm": None, "_find_piece": _nothing, "_engine": _nothing}
+        return {**self.__dict__, "_engine": _nothing}
 
     def attach(self, engine: Engine) -> None:
         """Act on the gradients of ``engine``, without keeping it alive."""
-        self.comm, self.device = engine.comm, engine.comm.device.type
-        self._find_piece = weakref.WeakMethod(engine.sharded.piece)
-        self._engine = weakref.ref(engine)
+        self._engine, self.device = weakref.ref(engine), engine.comm.device.type
 
     def _evaluation(self) -> AbstractContextManager[Any]:
         """Return a step of the engine that no backward pass follows."""
@@ -121,7 +115,8 @@ class ZeROPrecision(ShardedPrecision, Precision):
         skipped_backward = closure_result is None and model.automatic_optimization
         found_inf = False
         if not skipped_backward:
-            found_inf = self.unscaled(optimizer, self._find_piece(), self._ranks)
+            engine = self._sharding
+            found_inf = self.unscaled(optimizer, engine.sharded.piece, engine.comm)
         self._after_closure(model, optimizer)
         if skipped_backward:
             return closure_result
@@ -133,21 +128,22 @@ class ZeROPrecision(ShardedPrecision, Precision):
         if nn.utils.clip_grad_norm_ is not nn.utils.clip_grad.clip_grad_norm_:
             super().clip_grad_by_norm(optimizer, clip_val)  # patched by the user: whole gradients
         else:
-            pieces, others = grads_of(optimizer, self._find_piece())
-            clip.clip_by_norm(pieces, self._ranks, clip_val, others=others)
+            pieces, others = grads_of(optimizer, self._sharding.sharded.piece)
+            clip.clip_by_norm(pieces, self._sharding.comm, clip_val, others=others)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         if nn.utils.clip_grad_value_ is not nn.utils.clip_grad.clip_grad_value_:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            pieces, others = grads_of(optimizer, self._find_piece())
+            pieces, others = grads_of(optimizer, self._sharding.sharded.piece)
             clip.clip_by_value(pieces, clip_val, others)
 
     @property
-    def _ranks(self) -> Communicator:
-        assert self.comm is not None, "the strategy sets the ranks before a step"
-        return self.comm
+    def _sharding(self) -> Engine:
+        engine = self._engine()
+        assert engine is not None, "the strategy attaches it before a step"
+        return engine
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class Run:
         signals: Answers signals on all ranks together, in ``fit``.
         stand_ins: Undoes replacements at teardown, last one first.
         is_set_up: Whether weights can be loaded at once.
-        pending: A checkpoint read before setup, its weights, and whether names must match exactly.
+        pending: Weights read before setup, and whether names must match exactly.
         path: The checkpoint read last.
         has_agreed_to_load: Whether the ranks agreed that all load a checkpoint, or none does.
         has_failed: Whether an exception ends the run.
@@ -49,7 +49,7 @@ class Run:
     signals: Signals | None = None
     stand_ins: ExitStack = field(default_factory=ExitStack)
     is_set_up: bool = False
-    pending: tuple[Mapping[str, Any], Mapping[str, Any], bool] | None = None
+    pending: tuple[Mapping[str, Any], bool] | None = None
     path: str = ""
     has_agreed_to_load: bool = False
     has_failed: bool = False

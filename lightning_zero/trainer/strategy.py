@@ -240,11 +240,9 @@ class ZeROStrategy(SavingStrategy):
         if is_fitting:
             run.signals = Signals(trainer, self.engine.comm.control)
             run.stand_ins.callback(run.signals.remove)
-        checkpoint = self._load_pending()
+        self._load_pending()
         if is_fitting:
             self.setup_optimizers(trainer)
-            if checkpoint is not None:
-                self._check_resumable(trainer, checkpoint)
         self._announce()
         self.setup_precision_plugin()
 

@@ -28,18 +28,31 @@ if __name__ == "__main__":
     if sys.argv[2] == "full":
         resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, resource.RLIM_INFINITY))
     fabric.save(sys.argv[1], {"model": model, "more": torch.ones(2_000_000)})
+    if sys.argv[3:]:
+        fabric.strategy.teardown()
 """
 
 
-@pytest.mark.parametrize("disk", ["free", "full"])
-def test_the_end_of_the_process_waits_for_the_last_save(tmp_path: Path, disk: str) -> None:
+@pytest.mark.parametrize(
+    ("disk", "waits", "message"),
+    [
+        ("free", [], ""),
+        ("full", [], "The last checkpoint was not written"),
+        ("full", ["waits"], "OSError: Saving "),
+    ],
+)
+def test_the_end_of_the_process_waits_for_the_last_save(
+    tmp_path: Path, disk: str, waits: list[str], message: str
+) -> None:
+    """Where the program waits for it by itself, a failure is raised."""
     path = tmp_path / "file.ckpt"
-    finished = run_python(["-c", SCRIPT, str(path), disk], fresh=True)
-    assert path.exists() == (disk == "free")
+    finished = run_python(["-c", SCRIPT, str(path), disk, *waits], fresh=True, check=False)
+    assert (finished.code != 0) == bool(waits), finished.output
     if disk == "free":
         assert torch.load(path, weights_only=True)["model"]["weight"].shape == (1000, 1000)
     else:
-        assert "The last checkpoint was not written" in finished.stderr
+        assert not path.exists()
+        assert message in finished.stderr
         assert "File too large" in finished.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import load_weights
-from lightning_zero.checkpoint import read_safetensors
+from lightning_zero.checkpoint import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.safetensors import INDEX
 from lightning_zero.commands import convert, damage, describe, main
 from lightning_zero.engine import Engine
@@ -171,6 +172,20 @@ def test_damaged_safetensors_are_refused(tmp_path: Path, content: bytes, word: s
         read_safetensors(tmp_path / "file.safetensors")
 
 
+def test_of_an_index_and_a_single_file_the_newer_one_is_read(tmp_path: Path) -> None:
+    shapes = dict.fromkeys(("a", "b"), (torch.float32, (4,)))
+    write_safetensors(tmp_path, shapes, lambda _: torch.ones(4), max_bytes=16)  # two files
+    safetensors.torch.save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
+    times = {INDEX: 10, "model.safetensors": 20}
+    for newer, expected in (("model.safetensors", 0.0), (INDEX, 1.0)):
+        for name, time in times.items():
+            os.utime(tmp_path / name, (time + 20 * (name == newer),) * 2)
+        assert read_safetensors(tmp_path)["a"].eq(expected).all()
+    # What we write leaves no other to be read.
+    write_safetensors(tmp_path, shapes, lambda _: torch.full((4,), 2.0), max_bytes=99)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
 # -- convert ---------------------------------------------------------------------------------------
 
 
@@ -233,6 +248,15 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "All checksums match." in told
     assert main(["inspect", str(target)]) == 0
     assert "float16" in capsys.readouterr().out
+    assert main(["convert", str(path), str(tmp_path / "out.dcp")]) == 0
+    assert main(["inspect", str(tmp_path / "out.dcp"), "--verify"]) == 0
+    assert "All checksums match." in capsys.readouterr().out
+    part = tmp_path / "out.dcp" / "__0_0.distcp"
+    content = bytearray(part.read_bytes())
+    content[content.index(checkpoint["state_dict"]["blocks.0.linear.weight"].numpy().data)] ^= 1
+    part.write_bytes(content)
+    assert main(["inspect", str(tmp_path / "out.dcp"), "--verify"]) == 1
+    assert "linear.weight: data/0 is damaged: Bad CRC-32" in capsys.readouterr().out
     content = bytearray(path.read_bytes())
     place = content.index(checkpoint["state_dict"]["blocks.0.linear.weight"].numpy().tobytes())
     content[place] ^= 1

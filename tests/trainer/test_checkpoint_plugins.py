@@ -63,7 +63,6 @@ class Own(TorchCheckpointIO):
 
 
 PLUGINS: dict[str, tuple[Callable[[], CheckpointIO], bool]] = {
-    "none": (TorchCheckpointIO, True),
     "async": (AsyncCheckpointIO, True),
     "async around torch's": (lambda: AsyncCheckpointIO(TorchCheckpointIO()), True),
     "wrapper": (WIDE, False),
