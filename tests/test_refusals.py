@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
@@ -98,17 +97,6 @@ def forget_fabrics_setup() -> None:
     fabric.ZeROStrategy()._backward_sync_control.no_backward_sync(nn.Linear(1, 1), True)
 
 
-def step_without_averages() -> None:
-    loop = Fabric(accelerator="cpu", devices=1, strategy=fabric.ZeROStrategy())
-    loop.launch()
-    model, optimizer = loop.setup(
-        module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), 0.1)
-    )
-    with loop.no_backward_sync(model):
-        loop.backward(model(torch.ones(1, 1)).sum())
-    optimizer.step()
-
-
 def find_batch_sizes(verb: str) -> Callable[[], Any]:
     return fit(verb=verb, callbacks=[BatchSizeFinder])
 
@@ -129,6 +117,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scaler": (lambda: ZeROPrecision("32-true", scaler=object()), V, "does not scale the loss"),  # type: ignore[arg-type]
     "plugin": (strategy(precision_plugin=Odd()), T, r"precision plugin Odd. Use Trainer\(precision="),
     "fabric, plugin": (in_fabric(precision=Odd()), T, r"precision plugin Odd. Use Fabric\(precision="),
+    "fabric, precision": (in_fabric(mixed_precision=1), T, "use precision='bf16-mixed' of the Trainer, or of Fabric"),
     "fabric, stage": (in_fabric(stage=4), V, "stage"),
     "fabric, unheard of": (in_fabric(unheard_of=1), T, "unheard_of"),
     **{f"fabric, {name}": (in_fabric(**{name: "dcp"}), T, name) for name in ("checkpoint", "restore_weights", "device")},
@@ -146,7 +135,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "parametrized": (fit(Parametrized), R, r"Parametrize the module .* before `fit`"),
     "made parameters": (fit(MakesParameters), R, r"Parametrize the module .* before `fit`"),
     "left sharded": (read_what_was_left_sharded, R, r"'net.blocks.0.linear.weight'.*restore_weights=True"),
-    "no averages": (step_without_averages, R, "'weight' is this rank's own: .* or `no_backward_sync`"),
     "no setup": (forget_fabrics_setup, T, "no_backward_sync"),
     **{f"batch size, {v}": (find_batch_sizes(v), E, r"lightning_zero\.estimate") for v in ("fit", "validate", "test", "predict")},
 }  # fmt: skip
