@@ -38,8 +38,6 @@ INNER = {
     "comm.process_groups",
     "comm.shared_memory",
     "comm.transport",
-    "engine.backward",
-    "engine.forward",
     "memory.summary",
     "checkpoint.archive",
     "checkpoint.files",

@@ -41,7 +41,6 @@ DIMENSIONS: dict[str, tuple[object, ...]] = {
 }
 """What every feature is played with."""
 EXEMPT = {
-    ("backward", "precision", "bf16-mixed"): "test_parity.py has every model in every precision",
     ("complex", "precision", "bf16-mixed"): "autocast knows no complex numbers",
     ("transforms", "strategy", 3): "refused at stage 3",
 }

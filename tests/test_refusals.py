@@ -129,6 +129,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "hoarder": (fit(lambda: Regression(optimizer=Hoarder)), V, "Hoarder keeps views of parameters outside of"),
     "twice": (fit(Twice), V, r"'?head.weight'? appears in more than one param group of SGD"),
     "recomputed": (fit(activation_checkpointing={nn.LSTM}), V, "activation_checkpointing=LSTM.* no such module"),
+    "activations": (fit(activation_offload=True), V, "needs a device other than the host"),
     "units": (fit(units={nn.LSTM}), V, "units=LSTM matches no module of Regression"),
     "units by name": (fit(units="all"), V, "Expected units='auto', classes or a callable, got units='all'"),
     # Uses.

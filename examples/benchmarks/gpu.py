@@ -35,7 +35,7 @@ from overlap import profiled
 from trained import STRATEGIES, trained
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ("tests/engine/test_cuda.py", "tests/engine/test_cuda_ranks.py")
+TESTS = ("tests/engine/test_cuda.py",)
 TESTS_SHARE = 0.4
 """The largest share of the time that tests may take."""
 GPT_1B = Job(

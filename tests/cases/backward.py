@@ -1,7 +1,7 @@
 """Backward in all its forms: what autograd saves, several passes, aliases, ends of units.
 
-The averaged gradients of a plain loop over the engine are those of plain torch; the module zoo of
-`tests/oracle/models.py`, which `tests/engine/test_parity.py` trains, has the more usual ones.
+The averaged gradients of a plain loop over the engine are those of plain torch. The more usual
+models, those of `tests/oracle/models.py`, are trained by it as under DDP.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import full_grad
-from tests.oracle.models import Block
+from tests.oracle.models import MODELS, Block
 from tests.oracle.play import Player, case, widen
 from tests.oracle.projects import Trace
-from tests.oracle.sharded import shard
-from tests.oracle.stack import Stack, build, rows, square
+from tests.oracle.sharded import Stack, adamw, build, replicate, rows, sgd, shard, square, train
 
 How = Callable[[nn.Module, Tensor], Any]
 """Runs forward and backward of a model on one rank's rows."""
@@ -249,6 +248,17 @@ def gradient_of_parameters(model: nn.Module, x: Tensor) -> None:
     (loss + sum(grad.square().sum() for grad in grads)).backward()
 
 
+def touch_in_two_backwards(model: nn.Module, x: Tensor) -> None:
+    """A hook reads another unit's weights, in a second pass over the graph too."""
+    seen: list[float] = []
+    y = model(x)
+    y.register_hook(lambda _: seen.append(float(model.blocks[0].linear.weight.detach().sum())))
+    loss = y.square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen[0] == seen[1] != 0
+
+
 def adversarial_input(model: nn.Module, x: Tensor) -> None:
     x = x.clone().requires_grad_()
     square(model, x).backward()
@@ -433,6 +443,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], How, int]] = {
     "saved_conv1d": (unit(lambda: nn.Conv1d(4, 4, 3, padding=1)), of(), 2),
     "saved_by_a_function": (unit(CustomFunction), of(), 2),
     "two_backwards": (Stack, two_backwards, 2),
+    "touch_in_two_backwards": (Stack, touch_in_two_backwards, 2),
     "two_losses": (Stack, two_losses, 2),
     "two_forwards": (Stack, two_forwards, 2),
     "gradient_penalty": (Stack, gradient_penalty, 2),
@@ -482,6 +493,49 @@ for name, (make, how, steps) in CASES.items():
         settings=({"units": "blocks"}, {"units": "leaves"}),
         **more,
         ulps=8,
+    )
+
+
+# ---------------------------------------------------------------------------- trained models
+
+PRECISIONS = ("bf16-mixed", "16-mixed", "64-true", "bf16-true", "16-true")
+CUTS: list[dict[str, Any]] = [
+    {"units": "leaves"},
+    {"units": "nested", "prefetch": 2},
+    {"units": "root"},
+]
+STAGE_3: list[dict[str, Any]] = [{}, {"prefetch": 0}, {"reshard_after_forward": False}]
+
+
+def trained(name: str, play: Player) -> Trace:
+    """Three steps; every third model accumulates."""
+    how: dict[str, Any] = {
+        "precision": play.way.precision,
+        "accumulate": 1 + (play.case.number % 3 == 0),
+    }
+    # Three ranks' sums round otherwise under DDP; Adam's eps is 0 in fp16.
+    make = sgd if play.way.world > 2 or play.way.precision == "16-true" else adamw
+    if play.is_ddp:
+        return replicate(name, make, **how)
+    return train(name, make, stage=play.way.strategy, policy="local", **how, **play.way.settings)
+
+
+for number, (name, model) in enumerate(MODELS.items()):
+    known = [p for p in PRECISIONS if p not in model.unsupported]
+    chosen = ("32-true", known[number % len(known)], known[(number + 2) % len(known)])
+    settings = (STAGE_3[number % 3], CUTS[number % 3], STAGE_3[(number + 1) % 3])
+    stages: Any = (3, 1 + number % 2, 3)
+    if name == "experts":  # whose ranks run other units
+        stages, settings = (1, 2, 1), ({}, CUTS[0], {})
+    case(
+        "backward",
+        loop=functools.partial(trained, name),
+        name=f"model_{name}",
+        worlds=((2,), (1, 2), (2, 3))[number % 3],
+        stages=stages,
+        precisions=chosen,
+        settings=settings,
+        bits=True,
     )
 
 

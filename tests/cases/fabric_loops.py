@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,12 @@ def adversaries(fabric: Fabric) -> Trace:
         with torch.no_grad():
             score = judge(generator(batch(step, fabric.global_rank))).mean()
         losses += [loss.item(), other.item(), score.item()]
+        # Functions that take parameters cover those of both, and plain ones.
+        both = [*generator.parameters(), *judge.parameters()]
+        listed = [both[0], *nn.Linear(1, 1).requires_grad_(False).parameters(), *both[1:]]
+        losses += [float(lightning_zero.grad_norm(listed, p)) for p in (2.0, 1.0, math.inf)]
+        with lightning_zero.gathered(listed), torch.no_grad():
+            losses.append(float(sum(p.abs().sum() for p in both)))
     return trace(losses, generator, judge)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -235,6 +236,17 @@ case(
     stages=(1, 2),
     callbacks=lambda: [Saves(of_all=False)],
 )
+case(
+    "weights in hooks",
+    Noted,
+    "edits_of_copies",
+    **SHORT,
+    worlds=(4,),
+    precisions=("32-true", "bf16-mixed"),
+    settings=({"shard": 2},),
+    ulps=64,
+    callbacks=lambda: [Edits()],
+)
 for name in ("EMA", "saves", "edits"):
     case(
         "weights in hooks",
@@ -253,6 +265,37 @@ for name in ("EMA", "saves", "edits"):
         ulps=64,
         callbacks=lambda m=CALLBACKS[name]: [m()],
     )
+
+
+class ClampsInSteps(Noted):
+    """Hooks of the optimizer change weights, whenever they were registered, and no rank waits."""
+
+    def clamp(self, *_: Any) -> None:
+        time.sleep(0.005 * self.global_rank)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.2, 0.2)
+
+    def configure_optimizers(self) -> Any:
+        return self.hooked(super().configure_optimizers())
+
+    def on_train_start(self) -> None:
+        self.hooked(self.trainer.optimizers[0])
+
+    def hooked(self, optimizer: Any) -> Any:
+        optimizer.register_step_pre_hook(self.clamp)
+        optimizer.register_step_post_hook(self.clamp)
+        return optimizer
+
+
+case(
+    "weights in hooks",
+    ClampsInSteps,
+    max_steps=3,
+    stages=(1, 2, 3, 3),
+    precisions=("32-true", "bf16-mixed"),
+    transports=("windows", "point to point", "backend"),
+)
 
 
 # -- every use in every hook -----------------------------------------------------------------------

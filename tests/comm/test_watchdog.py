@@ -16,8 +16,7 @@ from lightning_zero.comm import Control, SyncPoint, process_groups, watchdog
 from lightning_zero.comm import control as control_module
 from lightning_zero.comm.watchdog import Report, are_stuck, stays
 from tests.oracle.launch import run_script
-from tests.oracle.ranks import Pools, RankError
-from tests.oracle.watch import impatient
+from tests.oracle.ranks import Pools, RankError, impatient
 
 # ---------------------------------------------------------------------------- the proof
 

@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 import transformers
 
+from lightning_zero.commands import main
 from lightning_zero.memory import parse_bytes
-from tests.oracle.command import run
 from tests.oracle.launch import run_python
 from tests.oracle.ranks import ROOT
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["estimate", *words])
+    return code, *capsys.readouterr()
+
 
 GPT = f"{ROOT}/examples/train_gpt.py:GPT"
 

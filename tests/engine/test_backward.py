@@ -1,114 +1,47 @@
-"""Backward in all its forms: touches, aliases, the end of a unit's backward, broken steps.
+"""What no number of a step shows: memory in it, messages that it spares, and steps that break."""
 
-Every case runs under stage 3 and one of 1 and 2 on two ranks and once in plain torch; the averaged
-gradients are the same.
-"""
+from __future__ import annotations
 
 import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero import full_grad
+from lightning_zero import full_grad, gathered
+from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from tests.oracle.models import Block
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import shard
-from tests.oracle.stack import Stack, build, rows, square
+from tests.oracle.sharded import CPU, Stack, build, rows, sgd, shard, square
 
 WORLD = 2
-Grads = dict[str, Tensor | None]
 
 
-# ------------------------------------------------------------------- one case, plain and sharded
+class Deep(Stack):
+    """Eight units besides the root."""
 
-Case = Callable[[nn.Module, Tensor], None]
-"""Runs forward and backward of a model on one rank's rows."""
-
-
-def plain(make: Callable[[], nn.Module], case: Case, steps: int = 1) -> Grads:
-    """The gradients of all ranks' rows, averaged."""
-    total: dict[str, Tensor] = {}
-    for rank in range(WORLD):
-        model = build(make)
-        for step in range(steps):
-            case(model, rows(rank, step))
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                more = parameter.grad / WORLD
-                total[name] = total[name] + more if name in total else more
-    return {name: total.get(name) for name, _ in build(make).named_parameters()}
-
-
-def grads_of(engine: Engine) -> Grads:
-    grads = {}
-    for name, parameter in engine.module.named_parameters():
-        grad = full_grad(parameter)
-        grads[name] = None if grad is None else grad.clone()
-    return grads
-
-
-def backward_of(loss: Callable[[nn.Module, Tensor], Tensor]) -> Case:
-    """The ordinary case: a loss and its backward."""
-
-    def case(model: nn.Module, x: Tensor) -> None:
-        loss(model, x).backward()
-
-    return case
-
-
-# ------------------------------------------------------------------------- kinds of saved tensors
-
-
-# ----------------------------------------------------------------------------- ways of backward
-
-
-# -------------------------------------------------------------------- the end of unit backward
-
-
-# ------------------------------------------------------------------------- touches at rest
-
-
-def touch_in_two_backwards() -> None:
-    engine = shard(build(Stack), stage=3)
-    resting = engine.sharded.units[0].flat_parameters[0].parameters[0]
-    sums: list[Tensor] = []
-    output = engine.module(rows(engine.comm.control.rank))
-    output.register_hook(lambda _: sums.append(resting.detach().sum()))
-    loss = output.square().mean()
-    loss.backward(retain_graph=True)
-    assert engine.sharded.memory()["gathered"] == 0
-    loss.backward()
-    assert engine.sharded.memory()["gathered"] == 0
-    assert sums[0] == sums[1] != 0
-    engine.close()
-
-
-def test_a_touch_within_a_second_backward_gathers_too(ranks: Pools) -> None:
-    ranks(WORLD).run(touch_in_two_backwards)
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(6) for _ in range(8)])
 
 
 # ------------------------------------------------------------------------------------ memory
 
 
-def whole_units(
-    stage: int, prefetch: int, *, reshard: bool, make: Callable[[], nn.Module] | None = None
-) -> list[int]:
-    """The most units that were whole besides the root, in each of three steps."""
-    how = {} if reshard else {"reshard_after_forward": False}
-    engine = shard(build(make or (lambda: Deep(8))), stage=stage, prefetch=prefetch, **how)
+def whole_units(prefetch: int, **how: Any) -> list[int]:
+    """The most units that were whole besides the root, in each of three steps at stage 3."""
+    engine = shard(build(Deep), prefetch=prefetch, **how)
     inner = [unit for unit in engine.sharded.units if unit is not engine.sharded.root]
     peak = [0]
 
     def look(*_: Any) -> None:
-        peak[-1] = max(
-            peak[-1], sum(b.weight.nbytes > 0 for unit in inner for b in unit.flat_parameters)
-        )
+        held = (any(b.weight.nbytes for b in unit.flat_parameters) for unit in inner)
+        peak[-1] = max(peak[-1], sum(held))
 
     for module in engine.module.modules():
         module.register_forward_pre_hook(look)
@@ -126,46 +59,126 @@ def whole_units(
     return peak[:-1]
 
 
-class Deep(Stack):
-    def __init__(self, num_blocks: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(6) for _ in range(num_blocks)])
-
-
 def test_two_units_at_most_are_whole_besides_the_root(ranks: Pools) -> None:
-    assert ranks(WORLD).run(whole_units, 3, 0, reshard=True) == [[1, 1, 1]] * WORLD
-    assert ranks(WORLD).run(whole_units, 3, 1, reshard=True) == [[1, 2, 2]] * WORLD
-    assert ranks(WORLD).run(whole_units, 3, 1, reshard=False) == [[8, 8, 8]] * WORLD
+    assert ranks(WORLD).run(whole_units, 0) == [[1, 1, 1]] * WORLD
+    assert ranks(WORLD).run(whole_units, 1) == [[1, 2, 2]] * WORLD
+    assert ranks(WORLD).run(whole_units, 1, reshard_after_forward=False) == [[8, 8, 8]] * WORLD
 
 
-def unreduced_bytes(stage: int) -> list[int]:
-    """The most bytes of gradients before their reduction, in each of two steps."""
-    engine = shard(build(lambda: Deep(8)), stage=stage)
+def unreduced_units(stage: int) -> list[int]:
+    """The most units with gradients before their reduction, in each of two steps."""
+    engine = shard(build(Deep), stage=stage)
     peaks = []
     for step in range(2):
         peak = 0
 
         def look(_: Tensor) -> None:
             nonlocal peak
-            held = [
-                b.gradients.partial for unit in engine.sharded.units for b in unit.flat_parameters
-            ]
+            held = [flat.gradients.partial for flat in engine.sharded.flats]
             peak = max(peak, sum(p[0].tensor.nbytes for p in held if p is not None))
 
         handles = [p.register_post_accumulate_grad_hook(look) for p in engine.module.parameters()]
         square(engine.module, rows(engine.comm.control.rank, step)).backward()
         for handle in handles:
             handle.remove()
-        block = engine.sharded.units[1].flat_parameters[0].layout.numel * 4
-        peaks.append(-(-peak // block))
+        peaks.append(-(-peak // (engine.sharded.units[1].flat_parameters[0].layout.numel * 4)))
     engine.close()
     return peaks
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_are_reduced_while_backward_goes_on(ranks: Pools, stage: int) -> None:
-    # The root's own gradients are held to the end; of the eight blocks one at a time.
-    assert ranks(WORLD).run(unreduced_bytes, stage) == [[2, 2]] * WORLD
+def test_gradients_are_reduced_while_backward_goes_on(ranks: Pools) -> None:
+    for stage in (1, 3):
+        # The root's own gradients are held to the end; of the eight blocks one at a time.
+        assert ranks(WORLD).run(unreduced_units, stage) == [[2, 2]] * WORLD
+
+
+def between_steps() -> None:
+    """Few units are whole while all are read, or changed where no peer reads them."""
+    engine = shard(build(Deep), comm=Communicator(CPU, reads_peers=False))
+    largest = sorted(
+        sum(flat.layout.numel * 4 for flat in unit.flat_parameters) for unit in engine.sharded.units
+    )
+    for change in (Tensor.norm, lambda p: p.mul_(0.5)):
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                change(parameter)
+                assert 0 < engine.sharded.memory()["gathered"] <= sum(largest[-2:])
+                assert engine.sharded.shown.num_touched <= 2
+        square(engine.module, rows(0)).backward()
+        assert engine.sharded.memory()["gathered"] == 0
+    engine.close()
+
+
+def test_few_units_are_whole_between_steps(ranks: Pools) -> None:
+    ranks(WORLD).run(between_steps)
+
+
+def dropped(stage: int) -> None:
+    engine = shard(build(Stack), stage=stage)
+    engine.adopt(optimizer := sgd(engine.module))
+    for _ in range(2):
+        square(engine.module, rows(engine.comm.control.rank)).backward()
+        optimizer.zero_grad()
+        assert not any(p.grad is not None for p in engine.module.parameters())
+        assert not any(piece.grad is not None for piece in engine.sharded.pieces)
+        assert engine.sharded.memory()["gradients"] == 0
+        with gathered(engine.module):
+            assert full_grad(engine.module.stem.weight) is None
+    engine.close()
+
+
+def test_zero_grad_leaves_nothing(ranks: Pools) -> None:
+    for stage in (1, 3):
+        ranks(3).run(dropped, stage)  # where some pieces are empty
+
+
+def tensors_left() -> int:
+    """The tensors that every step leaves behind; a window that one needed more is kept."""
+    gc.collect()
+    gc.freeze()  # what the process has imported
+    engine, counts = shard(build(Stack), stage=3), []
+    for step in range(6):
+        square(engine.module, rows(engine.comm.control.rank, step)).backward()
+        gc.collect()
+        counts.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
+    engine.close()
+    return min(after - before for before, after in itertools.pairwise(counts))
+
+
+def test_steps_leave_nothing_behind(ranks: Pools) -> None:
+    assert all(more <= 0 for more in ranks(WORLD).run(tensors_left))
+
+
+# ----------------------------------------------------------------------------------- messages
+
+
+def sync_points_of_autograd_grad(stage: int) -> list[Any]:
+    """Where ranks wait for each other, and what they reduce."""
+    engine = shard(build(Stack), stage=stage)
+    x = rows(engine.comm.control.rank).requires_grad_()
+    found, control = [], engine.comm.control
+    call = control.call
+
+    def differentiate(loss: Tensor, by: Any) -> None:
+        control.call = lambda point, *args, **more: [
+            found.append(point), call(point, *args, **more)
+        ][1]  # fmt: skip
+        torch.autograd.grad(loss, by, retain_graph=True)
+        control.call = call
+
+    loss = square(engine.module, x)
+    differentiate(loss, x)
+    if engine.comm.control.rank == 0 and stage < 3:  # not a collective any more
+        differentiate(loss, x)
+    differentiate(square(engine.module, x), [x, *engine.module.parameters()])
+    found += [verb for _, verb in engine.comm.transport.ledger.elements if verb == "reduce"]
+    engine.close()
+    return found
+
+
+def test_autograd_grad_sends_no_gradients(ranks: Pools) -> None:
+    for stage in (1, 3):
+        assert ranks(WORLD).run(sync_points_of_autograd_grad, stage) == [[]] * WORLD
 
 
 # ------------------------------------------------------------------------------- broken steps
@@ -193,6 +206,19 @@ class Breakable(Stack):
             if number == 1 and self.broken == "backward":
                 x = _Raise.apply(x)
         return self.head(x)
+
+
+def averaged() -> dict[str, Tensor]:
+    """The gradients of a step, by plain torch."""
+    model = build(Breakable)
+    for rank in range(WORLD):
+        (square(model, rows(rank)) / WORLD).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def require(engine: Engine, expected: dict[str, Tensor]) -> None:
+    grads = {name: full_grad(p) for name, p in engine.module.named_parameters()}
+    torch.testing.assert_close(grads, expected)
 
 
 def _break(engine: Engine, x: Tensor, where: str, *, in_step: bool) -> None:
@@ -232,114 +258,75 @@ def _wrapped(optimizer: Any) -> Any:
     return wrapper
 
 
-def break_and_go_on(stage: int, where: str, *, in_step: bool, windows: str = "") -> Grads:
-    """A good step, one that is broken, behind a pass of its window if so, and a good one."""
+def break_and_go_on(stage: int) -> None:
+    """A good step, some that break, each behind a pass of its window or not, and a good one."""
+    expected = averaged()
     engine = shard(build(Breakable), stage=stage)
     engine.adopt(optimizer := torch.optim.SGD(engine.module.parameters(), 0.0))
     model, x = engine.module, rows(engine.comm.control.rank)
     square(model, x).backward()
-    for clear in CLEARS.values():
+    places, windows = itertools.cycle(("forward", "backward", "end")), ("", "", "sent", "unsent")
+    for window, (clear, in_step) in itertools.product(
+        windows, zip(CLEARS.values(), itertools.cycle((True, False)), strict=False)
+    ):
         clear(model, optimizer)
-        with engine.no_sync() if windows == "unsent" else contextlib.nullcontext():
-            if windows:
+        with engine.no_sync() if window == "unsent" else contextlib.nullcontext():
+            if window:
                 square(model, x).backward()
-            _break(engine, x, where, in_step=in_step)
+            in_step = in_step and not window
+            _break(engine, x, "backward" if window else next(places), in_step=in_step)
         clear(model, optimizer)
         square(model, x).backward()
-    grads = grads_of(engine)
-    assert engine.sharded.memory()["gathered"] == 0
+        require(engine, expected)
+        assert engine.sharded.memory()["gathered"] == 0
     engine.close()
-    return grads
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("where", ["forward", "backward", "end"])
-@pytest.mark.parametrize("in_step", [True, False])
-def test_the_step_after_a_broken_one_is_clean(
-    ranks: Pools, stage: int, where: str, in_step: bool
-) -> None:
-    expected = plain(Breakable, backward_of(square))
-    for grads in ranks(WORLD).run(break_and_go_on, stage, where, in_step=in_step):
-        torch.testing.assert_close(grads, expected)
+def test_the_step_after_a_broken_one_is_clean(ranks: Pools, stage: int) -> None:
+    ranks(WORLD).run(break_and_go_on, stage)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("windows", ["sent", "unsent"])
-def test_a_window_thrown_away_leaves_nothing(ranks: Pools, stage: int, windows: str) -> None:
-    expected = plain(Breakable, backward_of(square))
-    broken = ranks(WORLD).run(break_and_go_on, stage, "backward", in_step=False, windows=windows)
-    for grads in broken:
-        torch.testing.assert_close(grads, expected)
-
-
-def backward_again(stage: int) -> Grads:
+def backward_again(stage: int) -> None:
     """A backward pass behind one that failed, without a forward in between."""
+    expected = averaged()
     engine = shard(build(Stack), stage=stage)
     y = engine.module(rows(engine.comm.control.rank))
     with pytest.raises(ValueError, match="broken backward"):
         _Raise.apply(y).sum().backward(retain_graph=True)
     y.square().mean().backward(retain_graph=True)
-    grads = grads_of(engine)
+    require(engine, expected)
     hook = engine.module.stem.bias.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         y.square().mean().backward(retain_graph=True)
     hook.remove()
     engine.module.zero_grad()
     y.square().mean().backward()
-    again = grads_of(engine)
+    require(engine, expected)
     engine.close()
-    torch.testing.assert_close(again, grads)
-    return grads
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_backward_pass_behind_one_that_failed(ranks: Pools, stage: int) -> None:
-    expected = plain(Stack, backward_of(square))
-    for grads in ranks(WORLD).run(backward_again, stage):
-        torch.testing.assert_close(grads, expected)
+def test_a_backward_pass_behind_one_that_failed(ranks: Pools) -> None:
+    for stage in (2, 3):
+        ranks(WORLD).run(backward_again, stage)
 
 
-def sync_points_of_autograd_grad(stage: int) -> list[Any]:
-    """Where ranks wait for each other, and what they reduce."""
-    engine = shard(build(Stack), stage=stage)
-    x = rows(engine.comm.control.rank).requires_grad_()
-    loss, found, control = square(engine.module, x), [], engine.comm.control
-    call = control.call
-    control.call = lambda point, *args, **more: [found.append(point), call(point, *args, **more)][1]
-    torch.autograd.grad(loss, x, retain_graph=True)
-    if engine.comm.control.rank == 0 and stage < 3:  # not a collective any more
-        torch.autograd.grad(loss, x, retain_graph=True)
-    control.call = call
-    loss = square(engine.module, x)
-    control.call = lambda point, *args, **more: [found.append(point), call(point, *args, **more)][1]
-    torch.autograd.grad(loss, [x, *engine.module.parameters()])
-    control.call = call
-    found += [verb for _, verb in engine.comm.transport.ledger.elements if verb == "reduce"]
+def graph_between_steps() -> None:
+    engine = shard(build(Stack))
+
+    def penalty() -> Tensor:
+        return torch.stack([p.square().sum() for p in engine.module.parameters()]).sum()
+
+    with gathered(engine.module):
+        penalty().backward()
+    for parameter in engine.module.parameters():
+        torch.testing.assert_close(full_grad(parameter), 2 * parameter.detach())
+    loss = penalty()
+    with pytest.raises(RuntimeError, match=r"no longer in memory[.] .* `training_step`"):
+        loss.backward()
+    engine.reset()
     engine.close()
-    return found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_autograd_grad_sends_no_gradients(ranks: Pools, stage: int) -> None:
-    assert ranks(WORLD).run(sync_points_of_autograd_grad, stage) == [[]] * WORLD
-
-
-def graph_is_freed() -> int:
-    """The tensors that every step leaves behind; a window that one needed more is kept."""
-    engine = shard(build(Stack), stage=3)
-
-    def living() -> Iterator[Tensor]:
-        return (value for value in gc.get_objects() if issubclass(type(value), Tensor))
-
-    counts = []
-    for step in range(8):
-        square(engine.module, rows(engine.comm.control.rank, step)).backward()
-        gc.collect()
-        counts.append(sum(1 for _ in living()))
-    engine.close()
-    return min(after - before for before, after in itertools.pairwise(counts))
-
-
-def test_steps_leave_nothing_behind(ranks: Pools) -> None:
-    # Less than nothing, when what earlier tests left is collected meanwhile.
-    assert all(more <= 0 for more in ranks(WORLD).run(graph_is_freed))
+def test_a_graph_of_weights_between_steps_needs_them_gathered(ranks: Pools) -> None:
+    ranks(WORLD).run(graph_between_steps)

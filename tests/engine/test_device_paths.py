@@ -1,7 +1,8 @@
 """Every path of a device, on the model of one (`tests/oracle/device.py`).
 
 In each, nothing is read, overwritten or freed too early, the host never waits but for all offloaded
-gradients at the end of a backward pass, and the peak is the one that `estimate` predicts.
+gradients at the end of a backward pass, and the peak is the one that `estimate` predicts. Offload
+gives the bits of the same way without it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lightning_zero.memory import Walk
 from lightning_zero.memory import model as subject
 from lightning_zero.optimizer import clip
 from lightning_zero.plan import RECIPES, Offload, Settings
-from tests.oracle.device import beside_the_host
+from tests.oracle.device import Device, beside_the_host
 from tests.oracle.ranks import Pools
 
 CPU = torch.device("cpu")
@@ -78,32 +79,27 @@ def offloaded(stage: int, medium: str) -> dict[str, Any]:
 
 
 MIXED = "bf16-mixed"
+CODED = {"gather_bits": 8, "reduce_bits": 8}
 WAYS = {
-    "zero1": Way({"stage": 1}),
+    "zero1 mixed": Way({"stage": 1}, MIXED),
     "zero2": Way({"stage": 2}),
     "zero3": Way({"stage": 3}),
-    "zero1 mixed": Way({"stage": 1}, MIXED),
-    "zero2 mixed": Way({"stage": 2}, MIXED),
-    "zero3 mixed": Way({"stage": 3}, MIXED),
-    "zero3 accumulating": Way({"stage": 3}, num_microbatches=2, clips=True),
+    "zero3 accumulating": Way({"stage": 3}, MIXED, num_microbatches=2, clips=True),
     "zero3 locally": Way({"stage": 3, "accumulate": "local"}, num_microbatches=2),
     "hybrid": Way({"stage": 3, "shard": 2}, world=4),
-    "quantized": Way({"stage": 3, "gather_bits": 8, "reduce_bits": 8}),
+    "quantized": Way({"stage": 3, **CODED}),
     "activations": Way({"stage": 3}, MIXED, offloads_activations=True),
     "zero2_offload": Way(offloaded(2, "cpu"), MIXED),
     "zero3_offload": Way(offloaded(3, "cpu")),
     "zero3_offload mixed": Way(offloaded(3, "cpu"), MIXED),
     "zero3_offload activations": Way(offloaded(3, "cpu"), MIXED, 2, offloads_activations=True),
-    "zero3_offload hybrid": Way({**offloaded(3, "cpu"), "shard": 2}, MIXED, world=4),
     "zero2_nvme": Way(offloaded(2, "nvme"), MIXED),
     "zero3_nvme": Way(offloaded(3, "nvme")),
     "zero3_nvme mixed": Way(offloaded(3, "nvme"), MIXED, 2, clips=True),
     # Where not activations decide, but what is gathered, reduced and sent.
     "zero1 one row": Way({"stage": 1}, "16-mixed", 2, rows=1),
-    "zero3 one row": Way({"stage": 3, "reduce_dtype": torch.bfloat16}, rows=1),
     "true one row": Way({"stage": 3, "activation_checkpointing": True}, "bf16-true", rows=1),
-    "quantized one row": Way({"stage": 3, "gather_bits": 8, "reduce_bits": 8}, MIXED, rows=1),
-    "copies one row": Way({"stage": 3, "shard": 1, "reduce_bits": 8}, rows=1),
+    "quantized one row": Way({"stage": 3, **CODED}, MIXED, rows=1),
     "offload one row": Way({**offloaded(3, "cpu"), "shard": 1}, MIXED, 2, rows=1),
 }
 
@@ -112,19 +108,19 @@ class Seen(NamedTuple):
     """What the model of the device saw of a step."""
 
     waits: dict[str, int]
-    kernels: float
     crossed: dict[str, int]
     overlapped: dict[str, float]
     peak: int
-    placeholders: int
 
-
-def row(name: str, seen: Seen, predicted: int) -> str:
-    """A line of the table in `examples/benchmarks/RESULTS.md`; `pytest -s` shows them all."""
-    crossed = [f"{seen.crossed.get(way, 0):,}" for way in ("up", "down")]
-    shares = [f"{share:.0%}" if share else "" for share in seen.overlapped.values()]
-    numbers = sum(seen.waits.values()), f"{seen.kernels:.1f}", *crossed, *shares
-    return f"| {' | '.join(map(str, (name, *numbers, f'{seen.peak:,}', f'{predicted:,}')))} |"
+    @classmethod
+    def of(cls, device: Device) -> Seen:
+        overlapped = {
+            "up": device.overlapped("up"),
+            "down": device.overlapped("down"),
+            "up beside down": device.overlapped("up", "down"),
+            "sent": device.overlapped("collective"),
+        }
+        return cls(dict(device.waits), dict(device.crossed), overlapped, device.peak)
 
 
 @contextlib.contextmanager
@@ -134,65 +130,50 @@ def autocast(precision: str) -> Iterator[None]:
         yield
 
 
-@functools.cache
-def plain_kernels(precision: str, num_microbatches: int) -> int:
-    """How many kernels a step takes without ZeRO."""
-    with beside_the_host() as device:
-        model, batch = stack(), torch.ones(ROWS, WIDTH)
-        optimizer = adamw(model.parameters())
-        for _ in range(2):
+def steps(way: Way, folder: str, device: Device | None = None) -> tuple[Any, list[Tensor]]:
+    """Return what the device saw of the third step, and the weights after it."""
+    torch.manual_seed(0)
+    settings = Settings(
+        units=[Block], recipe=RECIPES[way.precision], offload_path=folder, **way.settings
+    )
+    comm = Communicator(CPU, direct=False, **settings.division(way.world))
+    model, batch = stack().to(way.dtype), torch.ones(way.rows, WIDTH, dtype=way.dtype)
+    engine = Engine(model, settings, comm)
+    optimizer = adamw(model.parameters())
+    engine.adopt(optimizer)
+    units = engine.sharded.units if way.offloads_activations else []
+    offload = ActivationOffload.of(units, comm.host_copies)
+    for _ in range(3):
+        gc.collect()
+        if device is not None:
             device.restart()
-            optimizer.zero_grad()
-            for _ in range(num_microbatches):
-                with autocast(precision):
-                    loss = loss_of(model, batch)
+        for number in range(way.num_microbatches):
+            is_last = number == way.num_microbatches - 1
+            with contextlib.nullcontext() if is_last else engine.no_sync():
+                with engine.step() as watch, autocast(way.precision):
+                    watch(loss := loss_of(model, batch))
+                if number == 0:
+                    optimizer.zero_grad()  # as the Trainer does
                 loss.backward()
-            optimizer.step()
-        return device.kernels
+                del loss
+        if way.clips:
+            clip.clip_by_norm(engine.sharded.pieces, comm, 0.1)
+        optimizer.step()
+    seen = device and Seen.of(device)
+    offload.remove()
+    engine.close()
+    return seen, [parameter.detach() for parameter in model.parameters()]
 
 
 def seen_on(name: str, folder: str) -> Seen:
     way = WAYS[name]
-    torch.manual_seed(0)
     with beside_the_host() as device:
-        settings = Settings(
-            units=[Block], recipe=RECIPES[way.precision], offload_path=folder, **way.settings
-        )
-        comm = Communicator(CPU, direct=False, **settings.division(way.world))
-        model, batch = stack().to(way.dtype), torch.ones(way.rows, WIDTH, dtype=way.dtype)
-        engine = Engine(model, settings, comm)
-        optimizer = adamw(model.parameters())
-        engine.adopt(optimizer)
-        units = engine.sharded.units if way.offloads_activations else []
-        offload = ActivationOffload.of(units, comm.host_copies)
-        for _ in range(3):
-            gc.collect()
-            device.restart()
-            for number in range(way.num_microbatches):
-                is_last = number == way.num_microbatches - 1
-                with contextlib.nullcontext() if is_last else engine.no_sync():
-                    with engine.step() as watch, autocast(way.precision):
-                        watch(loss := loss_of(model, batch))
-                    if number == 0:
-                        optimizer.zero_grad()  # as the Trainer does
-                    loss.backward()
-                    del loss
-            if way.clips:
-                clip.clip_by_norm(engine.sharded.pieces, comm, 0.1)
-            optimizer.step()
-        overlapped = {
-            "up": device.overlapped("up"),
-            "down": device.overlapped("down"),
-            "up beside down": device.overlapped("up", "down"),
-            "sent": device.overlapped("collective"),
-        }
-        found = dict(device.waits), device.kernels, dict(device.crossed), overlapped, device.peak
-        offload.remove()
-        engine.close()
-    waits, kernels, crossed, overlapped, peak = found
-    own = kernels - plain_kernels(way.precision, way.num_microbatches)
-    placeholders = sum(flat.plan.weight.dtype.itemsize for flat in engine.sharded.flats)
-    return Seen(waits, own / len(engine.sharded.units), crossed, overlapped, peak, placeholders)
+        seen, weights = steps(way, folder, device)
+    if way.offload is not None or way.offloads_activations:
+        settings = {key: value for key, value in way.settings.items() if key != "offload"}
+        without = way._replace(settings=settings, offloads_activations=False)
+        assert all(map(torch.equal, weights, steps(without, folder)[1]))
+    return seen
 
 
 def over_links(*given: Any, **how: Any) -> Any:
@@ -234,10 +215,9 @@ def test_path(seen_of: SeenOf, name: str) -> None:
     way = WAYS[name]
     for rank, seen in enumerate(seen_of(name)):
         foretold = predicted(way, rank)
-        if rank == 0:
-            print(row(name, seen, foretold))
+        print(name, *seen, foretold)  # as the table in examples/benchmarks/RESULTS.md
         # The host reads gradients that have come down: once all of them have.
-        assert all(place.startswith("tensors/host_copies.py") for place in seen.waits), seen.waits
+        assert all(place.startswith("tensors/transfers.py") for place in seen.waits), seen.waits
         num_waits = way.num_microbatches if way.offload is not None else 0
         assert sum(seen.waits.values()) == num_waits
         # Codes, sums over copies and what goes to the host are seen where activations are small.

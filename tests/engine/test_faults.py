@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.oracle.faults import Fault, Job, jobs, run, run_all
+from tests.oracle.faults import PLACES, Fault, Job, jobs, run, run_all
 from tests.oracle.projects import WAYS
 
 FEW = [
-    Job(Fault("the user's forward", "raise"), "windows", 2, "fit"),
+    Job(Fault("the user's forward", "raise"), "windows"),
     Job(Fault("a reduction", "kill"), "point to point", 2, "loop"),
     Job(Fault("the wait at a sync point", "kill"), "windows", 2, "loop"),
     Job(Fault("the user's backward", "raise"), "backend", 4, "loop"),
-    Job(Fault("a save, written", "kill"), "windows", 2, "fit"),
-    Job(Fault("a load, weights", "raise"), "point to point", 2, "fit"),
-    Job(Fault("the end of a batch", "stall"), "backend", 2, "fit"),
-    Job(Fault("a reduction", "hang"), "windows", 2, "fit"),
+    Job(Fault("a save, written", "kill"), "windows"),
+    Job(Fault("a load, weights", "raise"), "point to point"),
+    Job(Fault("the end of a batch", "stall"), "backend"),
+    Job(Fault("a reduction", "hang"), "windows"),
     Job(Fault("the optimizer", "raise"), "windows", 2, "loop"),
     Job(Fault("the end of a reduction", "kill"), "point to point", 2, "loop"),
 ]
@@ -27,6 +27,12 @@ FEW = [
 def failures(these: list[Job], at_once: int) -> list[str]:
     cells = run_all(these, at_once=at_once)
     return [f"{job}: {cell}" for job, cell in cells if not cell.is_good]
+
+
+def test_every_place_is_there() -> None:
+    for place in PLACES.values():
+        owner, name = place.found()
+        assert name in vars(owner), place
 
 
 def test_faults_end_in_an_error_that_names_the_rank() -> None:
@@ -41,7 +47,7 @@ def test_every_fault_at_every_place() -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_all_ranks_raise_the_same_text_whoever_found_out(way: str) -> None:
     """The order of reductions is agreed where one rank waits, and the other has gone on."""
-    cell = run(None, way=way, program="accumulate")
+    cell = run(Job(None, way, program="accumulate"))
     (answer,) = set(cell.answers.values())
     assert len(cell.answers) == 2
     assert answer[0] == "error"

@@ -58,13 +58,13 @@ def _watch(parts: dict[str, Any]) -> Watched:
     return {name: weakref.ref(part) for name, part in parts.items()}
 
 
-def _left(watched: dict[str, Watched]) -> dict[str, list[str]]:
-    """Return who is still there, of each case."""
+def _require_gone(watched: dict[str, Watched]) -> None:
     gc.collect()
-    return {
+    found = {
         case: [name for name, part in parts.items() if part() is not None]
         for case, parts in watched.items()
     }
+    assert found == {case: [] for case in watched}
 
 
 # ----------------------------------------------------------------------------- the Trainer
@@ -101,19 +101,20 @@ def _fit_and_drop(strategy: Any, *, fails: bool = False, **options: Any) -> Watc
     return watched | _parts_of(trainer.strategy.engine)
 
 
-def _left_after_fits() -> dict[str, list[str]]:
-    watched = {f"stage {stage}": _fit_and_drop(make_strategy(stage)) for stage in (1, 2, 3)}
-    watched["at rest"] = _fit_and_drop(make_strategy(3, restore_weights=False))
-    watched["failed"] = _fit_and_drop(make_strategy(3), fails=True)
-    watched["mixed, local"] = _fit_and_drop(
-        make_strategy(2, accumulate="local"), precision="bf16-mixed", accumulate_grad_batches=2
-    )
-    return _left(watched)
+def _drop_fits() -> None:
+    watched = {
+        "stage 1": _fit_and_drop(make_strategy(1)),
+        "at rest": _fit_and_drop(make_strategy(3, restore_weights=False)),
+        "failed": _fit_and_drop(make_strategy(3), fails=True),
+        "mixed, local": _fit_and_drop(
+            make_strategy(2, accumulate="local"), precision="bf16-mixed", accumulate_grad_batches=2
+        ),
+    }
+    _require_gone(watched)
 
 
 def test_a_fit_leaves_nothing_when_module_and_trainer_are_dropped(ranks: Pools) -> None:
-    for left in ranks(2).run(_left_after_fits):
-        assert left == {name: [] for name in left}
+    ranks(2).run(_drop_fits)
 
 
 # ----------------------------------------------------------------------------- the plain loop
@@ -146,9 +147,9 @@ def _dropped(stage: int) -> Watched:
     return watched | _watch({"module": module, **dict(module.named_parameters())})
 
 
-def _left_after_closing() -> dict[str, list[str]]:
+def _close_all() -> None:
     watched, held = {}, []
-    for stage in (1, 2, 3):
+    for stage in (1, 3):
         watched[f"stage {stage}, dropped"] = _dropped(stage)
         for precision in ("32-true", "bf16-mixed"):
             for restore in (True, False):
@@ -158,115 +159,81 @@ def _left_after_closing() -> dict[str, list[str]]:
                     # The parameters go on living in the buffers of whole weights.
                     parts = {n: p for n, p in parts.items() if not n.startswith("weights of")}
                 watched[f"stage {stage}, held, {precision}, {restore}"] = parts
-    return _left(watched)
+    _require_gone(watched)
 
 
 def test_a_closed_engine_goes_though_its_module_stays(ranks: Pools) -> None:
-    for left in ranks(2).run(_left_after_closing):
-        assert left == {name: [] for name in left}
+    ranks(2).run(_close_all)
 
 
 # ----------------------------------------------------------------------------- what is said
 
 
-USES = {
-    "sum": lambda weight: weight.sum(),
-    "data": lambda weight: weight.data,
-    "assignment": lambda weight: setattr(weight, "data", torch.ones(WIDTH, WIDTH)),
-    "copy": lambda weight: nn.init.ones_(weight),
-    "copy_": lambda weight: weight.detach().copy_(torch.ones(WIDTH, WIDTH)),
-    "load": lambda weight: Tensor.copy_(weight, torch.ones(WIDTH, WIDTH)),
-}
+USES = (
+    lambda weight: setattr(weight, "data", torch.ones(WIDTH, WIDTH)),
+    lambda weight: nn.init.ones_(weight),
+    lambda weight: weight.detach().copy_(torch.ones(WIDTH, WIDTH)),
+)
 
 
-def _said(use: Any, *args: Any) -> str:
-    with pytest.raises(RuntimeError) as error, torch.no_grad():
+def _require_said(use: Any, *args: Any, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words), torch.no_grad():
         use(*args)
-    return str(error.value)
 
 
-def _use_what_was_left_sharded() -> dict[str, str]:
+def _use_what_was_left_sharded() -> None:
     module = Regression()
-    assert _left({"": _closed(module, 3, restore=False)}) == {"": []}
+    _closed(module, 2, restore=False)  # replicated weights are ordinary
+    assert all(type(parameter) is Parameter for parameter in module.parameters())
+    assert module.double().head.weight.isfinite().all()
+    module = Regression()
+    _require_gone({"": _closed(module, 3, restore=False)})
     weight = module.net.blocks[0].linear.weight
     assert (weight.shape, weight.dtype) == ((WIDTH, WIDTH), torch.float32)
     assert "at rest" in repr(weight)
-    said = {name: _said(use, weight) for name, use in USES.items()}
+    words = "was left sharded when training ended.*restore_weights=True"
+    _require_said(weight.sum, words=f"'net.blocks.0.linear.weight' .*{words}")
+    for use in USES:
+        _require_said(use, weight, words=words)
     values = {name: torch.ones(p.shape) for name, p in module.named_parameters()}
-    said["load_state_dict"] = _said(module.load_state_dict, values)
-    said["training"] = _said(Engine, module, Settings(stage=3))
-    return said
+    _require_said(module.load_state_dict, values, words=words)
+    _require_said(Engine, module, Settings(stage=3), words=words)
 
 
 def test_what_was_left_sharded_says_so_when_its_engine_is_gone(ranks: Pools) -> None:
-    for said in ranks(2).run(_use_what_was_left_sharded):
-        for name, words in said.items():
-            assert "was left sharded when training ended" in words, name
-            assert "restore_weights=True" in words, name
-        assert "'net.blocks.0.linear.weight'" in said["sum"]
+    ranks(2).run(_use_what_was_left_sharded)
 
 
-def _ordinary_where_weights_are_whole() -> None:
-    for stage in (1, 2):
+def _go_backward_too_late() -> None:
+    losses, engines = [], []
+    for stage, is_held in ((2, True), (3, True), (3, False)):
         module = Regression()
-        _closed(module, stage, restore=False)
-        for parameter in module.parameters():
-            assert type(parameter) is Parameter
-            assert parameter.isfinite().all()
-        assert module.double().head.weight.dtype == torch.float64
-
-
-def test_replicated_weights_that_are_not_restored_are_ordinary(ranks: Pools) -> None:
-    ranks(2).run(_ordinary_where_weights_are_whole)
-
-
-def _go_backward_too_late() -> dict[str, str]:
-    losses, engines, said = {}, [], {}
-    for stage in (1, 2, 3):
-        for is_held in (True, False):
-            module = Regression()
-            engine = Engine(module, Settings(stage=stage, units={Block}))
-            loss = module(torch.ones(2, WIDTH)).sum()
-            loss.backward(retain_graph=True)
-            engine.close()
-            engines += [engine] if is_held else []
-            losses[f"stage {stage}, {is_held}"] = loss, module
-            del engine
+        engine = Engine(module, Settings(stage=stage, units={Block}))
+        loss = module(torch.ones(2, WIDTH)).sum()
+        loss.backward(retain_graph=True)
+        if stage == 3:
+            # A child whose weights are the root's: nothing else notices its backward.
+            with engine.step(awaits_backward=False):
+                kept, late = (module.head(torch.ones(2, WIDTH)).sum() for _ in range(2))
+            module.zero_grad()
+            kept.backward()
+            assert engine.sharded.full_grad(module.head.bias).tolist() == [2.0] * WIDTH
+            losses.append((late, module))
+        engine.close()
+        engines += [engine] if is_held else []
+        losses.append((loss, module))
+        del engine
     gc.collect()
-    for case, (loss, module) in losses.items():
-        said[case] = _said(loss.backward)
+    for loss, module in losses:
+        words = "ran before the module's training ended.*Run the forward again"
+        _require_said(loss.backward, words=words)
         # Another forward is that of any module.
         module(torch.ones(2, WIDTH)).sum().backward()
         assert all(parameter.grad is not None for parameter in module.parameters())
-    return said
 
 
 def test_a_backward_after_the_training_is_refused(ranks: Pools) -> None:
-    for said in ranks(2).run(_go_backward_too_late):
-        for name, words in said.items():
-            assert "ran before the module's training ended" in words, name
-            assert "Run the forward again" in words, name
-
-
-def _keep_graphs_of_an_evaluation() -> list[str]:
-    """Keep what a child made whose weights are the root's: nothing else notices its backward."""
-    said = []
-    for _ in range(2):
-        module = Regression()
-        engine = Engine(module, Settings(stage=3, units={Block}))
-        with engine.step(awaits_backward=False):
-            kept, late = (module.head(torch.ones(2, WIDTH)).sum() for _ in range(2))
-        kept.backward()
-        said.append(str(engine.sharded.full_grad(module.head.bias)))
-        engine.close()
-        said.append(_said(late.backward))
-    return said
-
-
-def test_a_graph_that_was_kept_finds_its_weights_or_says_why_not(ranks: Pools) -> None:
-    for said in ranks(2).run(_keep_graphs_of_an_evaluation):
-        assert said[0] == said[2] == str(torch.full((WIDTH,), 2.0))
-        assert "ran before the module's training ended" in said[1]
+    ranks(2).run(_go_backward_too_late)
 
 
 # -- what lasts ------------------------------------------------------------------------------------

@@ -17,8 +17,7 @@ from lightning_zero.optimizer import hooks, kept_states
 from lightning_zero.parameters import put_values
 from lightning_zero.tensors import internals, properties
 from tests.oracle.models import MODELS
-from tests.oracle.parity import assert_parity, reference
-from tests.oracle.sharded import adamw, result_of, shard, train
+from tests.oracle.sharded import adamw, shard, whole
 
 
 @pytest.fixture
@@ -54,7 +53,7 @@ def test_parameters_stay_the_same_objects(refusing: list[torch.UntypedStorage]) 
         watch(loss)
     loss.backward()
     optimizer.step()
-    expected = result_of(engine, [], []).params
+    expected = whole(engine)
     on_device = {name: parameter._cdata for name, parameter in named.items()}
     engine.close()
     assert all(found() is p for found, p in zip(known, model.parameters(), strict=True))
@@ -65,14 +64,6 @@ def test_parameters_stay_the_same_objects(refusing: list[torch.UntypedStorage]) 
 
 
 @pytest.mark.usefixtures("refusing")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_numbers_are_the_plain_loops(precision: str) -> None:
-    actual = train("nested", adamw, precision=precision, clip_norm=0.1)
-    expected = reference(MODELS["nested"], adamw, 3, clip=0.1, precision=precision)
-    assert_parity(actual, expected, ulps=4)
-
-
-@pytest.mark.usefixtures("refusing")
 def test_gradient_hooks_stay() -> None:
     parameter, calls = torch.nn.Parameter(torch.ones(3)), []
     parameter.register_hook(lambda grad: calls.append(grad.tolist()))
@@ -80,15 +71,11 @@ def test_gradient_hooks_stay() -> None:
     put_values(parameter, torch.full((3,), 5.0))
     parameter.square().sum().backward()
     assert calls == [[10.0] * 3, [5.0] * 3]
-
-
-def test_other_values_of_any_shape_and_device() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
-    parameter.note = "kept"  # type: ignore[attr-defined]
-    put_values(parameter, torch.full((2, 2), 5.0))
-    assert parameter.tolist() == [[5.0, 5.0], [5.0, 5.0]]
-    assert not parameter.requires_grad
-    assert parameter.note == "kept"  # type: ignore[attr-defined]
+    on_meta: Any = torch.nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
+    on_meta.note = "kept"
+    put_values(on_meta, torch.full((2, 2), 5.0))
+    assert on_meta.tolist() == [[5.0, 5.0], [5.0, 5.0]]
+    assert (on_meta.requires_grad, on_meta.note) == (False, "kept")
 
 
 def test_states_of_an_earlier_run_go_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,11 @@
-"""Optimizers of users' own with states in files, or in bf16: the numbers of one step at once."""
+"""Optimizers, users' own too, with states in files or in bf16: the numbers of one step at once."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +19,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import clip, staging
+from lightning_zero.optimizer import Way, clip, staging
+from lightning_zero.optimizer.known import known_class
 from lightning_zero.optimizer.shared_state import shared_of
 from lightning_zero.plan import RECIPES, Offload, Settings
-from tests.oracle.mapped import is_in_file
 from tests.oracle.own_optimizers import OWN, Evaluating, Nested, Own, SelfCounting
 from tests.oracle.ranks import Pools
+from tests.oracle.sharded import is_in_file
 
 
 def wide(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -87,15 +90,16 @@ def trained(cls: Any, stage: int, dtype: torch.dtype = torch.float32, **how: Any
             assert all(is_in_file(x, how["offload_path"]) for x in of_elements)
     states = [x.clone() if torch.is_tensor(x) else x for x in tree_leaves(held)]
     kept = [
-        {key: str(value) for key, value in entries.items() if not _is_method(value)}
+        {key: str(value) for key, value in entries.items() if not _is_of_torch(key, value)}
         for entries in shared_of(optimizer)
     ]
     engine.close()
     return [*kept, *states, *(p.detach() for p in model.parameters())]
 
 
-def _is_method(value: Any) -> bool:
-    return callable(value) or any(map(callable, tree_leaves(value)))
+def _is_of_torch(key: str, value: Any) -> bool:
+    is_check = key == "_need_device_dtype_check_for_fused"
+    return is_check or callable(value) or any(map(callable, tree_leaves(value)))
 
 
 def assert_equal(found: list[Any], expected: list[Any]) -> None:
@@ -104,15 +108,24 @@ def assert_equal(found: list[Any], expected: list[Any]) -> None:
         assert torch.equal(one, other) if torch.is_tensor(one) else one == other
 
 
+def torchs() -> Iterator[Any]:
+    """Element-wise optimizers of torch, fused where they can be, as files have them stepped."""
+    for cls in vars(torch.optim).values():
+        if inspect.isclass(cls) and known_class(cls) == ("torch.optim", Way.BY_ELEMENT):
+            is_fused = "fused" in inspect.signature(cls).parameters
+            yield functools.partial(cls, lr=1e-2, **({"fused": True} if is_fused else {}))
+
+
 def compare_all(folder: str) -> None:
+    """With batches of the smallest size, into which pieces are cut."""
     with mock.patch.object(staging, "_BATCH_BYTES", 1):
         world = dist.get_world_size()
-        for number, cls in enumerate([*OWN, pytorch_optimizer.AggMo]):
+        for number, cls in enumerate([*OWN, pytorch_optimizer.AggMo, *torchs()]):
             if world != (2, 1)[number % 2]:
                 continue
             stage = (3, 2, 1)[(number + world) % 3]
             expected = trained(cls, stage)
-            assert len(expected) > 10
+            assert len(expected) > 7
             assert_equal(trained(cls, stage, **files(stage, folder)), expected)
 
 
@@ -179,26 +192,30 @@ def in_closures(
     return [value.clone() for value in model.state_dict().values()]
 
 
-def test_units_are_stepped_with_what_closures_have_set(tmp_path: Path) -> None:
-    plain = in_closures(Scaled, first=change_all)
-    found = in_closures(Scaled, first=change_all, **files(3, str(tmp_path)))
-    assert_equal(found, plain)
-    assert not torch.equal(plain[0], in_closures(Scaled)[0])
+def rescale(optimizer: Any, number: int) -> None:
+    optimizer.scale *= 0.5
 
 
-def test_what_changes_behind_the_pass_holds(tmp_path: Path) -> None:
-    def rescale(optimizer: Any, number: int) -> None:
-        optimizer.scale *= 0.5
-
-    how = {"last": rescale, **files(3, str(tmp_path))}
-    assert_equal(in_closures(Scaled, **how), in_closures(Scaled, last=rescale))
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
 
 
-@pytest.mark.parametrize("cls", [lambda p: torch.optim.SGD(p, 0.1), Scaled])
-@pytest.mark.parametrize("closes", [False, True])
-def test_pre_hooks_come_before_all_units(tmp_path: Path, cls: Any, closes: bool) -> None:
-    how: dict[str, Any] = {"before": change_all, "closes": closes}
-    assert_equal(in_closures(cls, **how, **files(3, str(tmp_path))), in_closures(cls, **how))
+@pytest.mark.parametrize(
+    ("cls", "how"),
+    [
+        (Scaled, {"first": change_all}),
+        (Scaled, {"last": rescale}),
+        (Scaled, {"before": change_all}),
+        (sgd, {"before": change_all, "closes": False}),
+        (Evaluating, {}),
+    ],
+)
+def test_units_are_stepped_with_what_closures_and_hooks_have_set(
+    tmp_path: Path, cls: Any, how: dict[str, Any]
+) -> None:
+    plain = in_closures(cls, **how)
+    assert_equal(in_closures(cls, **how, **files(3, str(tmp_path))), plain)
+    assert not how or not torch.equal(plain[0], in_closures(cls)[0])
 
 
 def test_a_pre_hook_that_would_come_late_is_refused(tmp_path: Path) -> None:
@@ -207,11 +224,6 @@ def test_a_pre_hook_that_would_come_late_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match=r"pre-hook of Scaled .*own register_step_pre_hook"):
         in_closures(Scaled, first=first, closes=False, **files(3, str(tmp_path)))
-
-
-def test_a_step_may_call_methods_of_the_optimizer(tmp_path: Path) -> None:
-    found = in_closures(Evaluating, **files(3, str(tmp_path)))
-    assert_equal(found, in_closures(Evaluating))
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -17,47 +17,22 @@ from lightning_zero.engine import Engine, rank_check
 from lightning_zero.engine import engine as engine_module
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.projects import WAYS, Regression, make_trainer, rows
-from tests.oracle.ranks import Pools, RankError
+from tests.oracle.ranks import Pools, errors_of
 from tests.oracle.sharded import CPU
 
-# -- lines -----------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, ["None"]),
-        (0.1, ["0.1"]),
-        ((0.9, 0.999), ["(0.9, 0.999)"]),
-        ({2: "b", 1: "a"}, ["{2: 'b', 1: 'a'}"]),
-        (
-            {nn.ReLU, nn.Linear},
-            ["{torch.nn.modules.activation.ReLU, torch.nn.modules.linear.Linear}"],
-        ),
-        (torch.tensor(0.5), ["0.5"]),
-        (torch.float16, ["float16"]),
-        (torch.device("cuda:3"), ["cuda"]),
-        # What cannot be compared is left out.
-        (torch.zeros(2), []),
-        (torch.zeros((), device="meta"), []),
-        (object(), []),
-    ],
-)
-def test_values_have_a_text_that_every_process_shares(value: Any, text: list[str]) -> None:
-    assert list(rank_check.lines_of({"It": {"x": value}})) == [f"It: x {each}" for each in text]
-
-
-@pytest.mark.parametrize(
-    ("of_ranks", "found"),
-    [
-        ([["a", "b"], ["a", "b"]], []),
-        ([["a: 1"], ["a: 2"], ["a: 2"]], ["rank 0: a: 1", "ranks 1, 2: a: 2"]),
-        ([["b"], ["a", "b"]], ["rank 1: a"]),
-        ([["a", "b"], ["b", "a"]], ["rank 0, in another order: a", "rank 1, in another order: b"]),
-    ],
-)
-def test_differences_name_all_ranks(of_ranks: list[list[str]], found: list[str]) -> None:
-    assert rank_check.differences(of_ranks) == found
+def test_differences_name_all_ranks() -> None:
+    differences = rank_check.differences
+    assert differences([["a", "b"], ["a", "b"]]) == []
+    of_three = [["a: 1"], ["a: 2"], ["a: 2"]]
+    assert differences(of_three) == ["rank 0: a: 1", "ranks 1, 2: a: 2"]
+    orders = ["rank 0, in another order: a", "rank 1, in another order: b"]
+    assert differences([["a", "b"], ["b", "a"]]) == orders
+    # What cannot be compared is left out.
+    values = [0.1, {nn.ReLU, nn.Linear}, torch.device("cuda:3"), torch.zeros(2), object()]
+    lines = [line for x in values for line in rank_check.lines_of({"It": {"x": x}})]
+    classes = "{torch.nn.modules.activation.ReLU, torch.nn.modules.linear.Linear}"
+    assert lines == ["It: x 0.1", f"It: x {classes}", "It: x cuda"]
 
 
 # -- the engine ------------------------------------------------------------------------------------
@@ -78,24 +53,16 @@ class Model(nn.Module):
         return self.b(self.a(x))
 
 
-def units(names: tuple[str, ...]) -> Callable[[nn.Module], bool]:
+def units(names: str) -> Callable[[nn.Module], bool]:
     return lambda module: isinstance(module, nn.Linear) and "b" in names
 
 
-def changed(kind: str) -> Model:
-    model = Model()
-    if kind == "frozen":
-        model.a.weight.requires_grad_(False)
-    elif kind == "parameter":
-        model.c = nn.Linear(4, 4, bias=False)
-    elif kind == "buffer":
-        model.register_buffer("shift", torch.zeros(5))
-    else:
-        model.a = model.a.to(torch.float64)
+def changed(change: Callable[[Model], Any]) -> Model:
+    change(model := Model())
     return model
 
 
-def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+def sgd(model: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
 
 
@@ -104,72 +71,68 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [a]}, {"params": others}], lr=0.1)
 
 
-def adopts(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    model = Model()
-    optimizer = make(model)
-    Engine(model, Settings()).adopt(optimizer)
+def adopts(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[], None]:
+    def adopt() -> None:
+        model = Model()
+        optimizer = make(model)
+        Engine(model, Settings()).adopt(optimizer)
+
+    return adopt
 
 
-def engine(model: nn.Module, **settings: Any) -> None:
-    Engine(model, Settings(**settings))
+def engine(make: Callable[[], nn.Module] = Model, **settings: Any) -> Callable[[], Any]:
+    return lambda: Engine(make(), Settings(**settings))
 
 
 FORM = "shape (4, 4), float32, trained"
 OTHER_MODELS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "width": (
-        lambda: engine(Model(width=5)),
+        engine(lambda: Model(width=5)),
         [f"{{usual}}: Parameter 'a.weight': {FORM}", "{odd}: Parameter 'a.weight': shape (5, 4)"],
     ),
     "order": (
-        lambda: engine(Model(is_reversed=True)),
+        engine(lambda: Model(is_reversed=True)),
         ["another order: Parameter 'a.weight'", "another order: Parameter 'b.weight'"],
     ),
     "frozen": (
-        lambda: engine(changed("frozen")),
+        engine(lambda: changed(lambda m: m.a.weight.requires_grad_(False))),
         ["{odd}: Parameter 'a.weight': shape (4, 4), float32, frozen"],
     ),
     "tie": (
-        lambda: engine(Model(tie=True)),
+        engine(lambda: Model(tie=True)),
         [f"{{odd}}: Parameter 'b.weight': {FORM}, tied to 'a.weight'"],
     ),
-    "extra": (lambda: engine(changed("parameter")), [f"{{odd}}: Parameter 'c.weight': {FORM}"]),
     "buffer": (
-        lambda: engine(changed("buffer")),
+        engine(lambda: changed(lambda m: m.register_buffer("shift", torch.zeros(5)))),
         ["{usual}: Buffer 'shift': shape (3,)", "{odd}: Buffer 'shift': shape (5,)"],
     ),
     "dtype": (
-        lambda: engine(changed("dtype")),
+        engine(lambda: changed(lambda m: m.a.double())),
         ["{odd}: Parameter 'a.weight': shape (4, 4), float64"],
     ),
     "stage": (
-        lambda: engine(Model(), stage=2),
+        engine(stage=2),
         ["{usual}: The strategy: stage 3", "{odd}: The strategy: stage 2"],
     ),
-    "precision": (
-        lambda: engine(Model(), recipe=RECIPES["16-mixed"]),
-        ["{odd}: The strategy: recipe"],
-    ),
-    "units": (lambda: engine(Model(), units=units(("b",))), ["{odd}: Unit 'a'"]),
+    "precision": (engine(recipe=RECIPES["16-mixed"]), ["{odd}: The strategy: recipe"]),
+    "units": (engine(units=units("b")), ["{odd}: Unit 'a'"]),
     "refused": (
-        lambda: engine(Model(), units=(nn.Conv2d,)),
+        engine(units=(nn.Conv2d,)),
         ["{odd}: Unit 'units=Conv2d matches no module of Model"],
     ),
 }
 OTHER_OPTIMIZERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "class": (
-        lambda: adopts(lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)),
+        adopts(lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)),
         ["{usual}: Optimizer 0: class torch.optim.sgd.SGD", "{odd}: Optimizer 0: class torch.opt"],
     ),
     "lr": (
-        lambda: adopts(lambda model: sgd(model, lr=torch.tensor(0.25))),
+        adopts(lambda model: sgd(model, lr=torch.tensor(0.25))),
         ["{usual}: Group 0 of optimizer 0: lr 0.1", "{odd}: Group 0 of optimizer 0: lr 0.25"],
     ),
-    "groups": (
-        lambda: adopts(two_groups),
-        ["{odd}: Parameter 'a.bias' of optimizer 0: in group 1"],
-    ),
+    "groups": (adopts(two_groups), ["{odd}: Parameter 'a.bias' of optimizer 0: in group 1"]),
     "members": (
-        lambda: adopts(lambda model: sgd(model.b)),
+        adopts(lambda model: sgd(model.b)),
         ["{usual}: Parameter 'a.bias' of optimizer 0: in group 0"],
     ),
 }
@@ -181,9 +144,7 @@ def differs(way: str) -> dict[str, str]:
     errors = {}
     for name, (otherwise, _) in (OTHER_MODELS | OTHER_OPTIMIZERS).items():
         comm = Communicator(CPU, **WAYS[way])
-        usual = functools.partial(
-            *((adopts, sgd) if name in OTHER_OPTIMIZERS else (engine, Model()))
-        )
+        usual = adopts(sgd) if name in OTHER_OPTIMIZERS else engine()
         engine_module.Communicator = lambda device, comm=comm, **_: comm  # type: ignore[assignment]
         try:
             with pytest.raises(RuntimeError, match="The ranks differ") as caught:
@@ -196,14 +157,12 @@ def differs(way: str) -> dict[str, str]:
     return errors
 
 
-@pytest.mark.parametrize(("world", "way"), [(2, "backend"), (3, "windows")])
-def test_a_rank_that_differs_is_named_on_all_ranks(ranks: Pools, world: int, way: str) -> None:
-    first, *others = ranks(world).run(differs, way)
+def test_a_rank_that_differs_is_named_on_all_ranks(ranks: Pools) -> None:
+    first, *others = ranks(3).run(differs, "windows")
     assert all(other == first for other in others)
-    names = {"usual": "rank 0" if world == 2 else "ranks 0, 1", "odd": f"rank {world - 1}"}
     for name, (_, texts) in (OTHER_MODELS | OTHER_OPTIMIZERS).items():
         for text in texts:
-            assert text.format(**names) in first[name]
+            assert text.format(usual="ranks 0, 1", odd="rank 2") in first[name]
 
 
 def adds_group(kind: str) -> str:
@@ -239,11 +198,11 @@ def test_groups_that_are_added_are_compared(ranks: Pools) -> None:
 # -- what one rank alone changes -------------------------------------------------------------------
 
 
-def change(kind: str, who: str, way: str) -> None:
+def change(kind: str, way: str, who: str) -> None:
     """After a step the last rank, or each, changes something."""
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     model = Model()
-    settings = Settings(stage=3, units=units(("b",)))
+    settings = Settings(stage=3, units=units("b"))
     sharded = Engine(model, settings, Communicator(CPU, **WAYS[way]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     sharded.adopt(optimizer)
@@ -261,22 +220,20 @@ def change(kind: str, who: str, way: str) -> None:
     sharded.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "way", "text"),
-    [
-        ("lr", "windows", "rank 1: Group 0 of optimizer 0: lr 0.05"),
-        ("parameter", "backend", "rank 1: Parameter 'a.bias': frozen"),
-        ("a", "point to point", "rank 1: Parameter 'a.weight': frozen"),
-        ("b", "windows", "rank 1: Parameter 'b.weight': frozen"),
-    ],
-)
-def test_what_one_rank_alone_changes_is_named(ranks: Pools, kind: str, way: str, text: str) -> None:
-    with pytest.raises(RankError) as caught:
-        ranks(2).run(change, kind, "odd", way)
-    found = str(caught.value)
-    assert "ranks 0, 1 of 2 failed" in found
-    assert found.count("RuntimeError: ") == found.count(text) > 0, found
-    ranks(2).run(change, kind, "all", way)
+CHANGES = {
+    ("lr", "windows"): "rank 1: Group 0 of optimizer 0: lr 0.05",
+    ("parameter", "backend"): "rank 1: Parameter 'a.bias': frozen",
+    ("a", "point to point"): "rank 1: Parameter 'a.weight': frozen",
+    ("b", "windows"): "rank 1: Parameter 'b.weight': frozen",
+}
+
+
+def test_what_one_rank_alone_changes_is_named(ranks: Pools) -> None:
+    errors = errors_of(*((change, *how, "odd") for how in CHANGES))
+    for (how, text), found in zip(CHANGES.items(), errors, strict=True):
+        assert "ranks 0, 1 of 2 failed" in found
+        assert found.count("RuntimeError: ") == found.count(text) > 0, found
+        ranks(2).run(change, *how, "all")
 
 
 def messages() -> list[int]:
@@ -284,17 +241,16 @@ def messages() -> list[int]:
     seen: list[str] = []
     begin = PendingSync.__init__
 
+    @functools.wraps(begin)
     def noting(self: Any, control: Any, sync_point: Any, *args: Any) -> None:
         seen.append(sync_point.name)
         begin(self, control, sync_point, *args)
 
     PendingSync.__init__ = noting  # type: ignore[method-assign]
     try:
-        model = Model()
-        sharded = Engine(model, Settings())
+        sharded = Engine(model := Model(), Settings())
         counts = [seen.count("COMPARE")]
-        optimizer = sgd(model)
-        sharded.adopt(optimizer)
+        sharded.adopt(optimizer := sgd(model))
         counts.append(seen.count("COMPARE"))
         for _ in range(2):
             model(torch.ones(2, 4)).sum().backward()

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import join
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, device_mesh
 from lightning_zero.engine import Engine
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
-from tests.oracle.ranks import Pools, RankError
+from tests.oracle.ranks import Pools, errors_of, impatient
 from tests.oracle.sharded import CPU, adamw, shard
-from tests.oracle.watch import impatient
 
 
 class Buffered(Blocks):
@@ -62,7 +61,7 @@ def require_equal(engine: Engine, plain: nn.Module) -> None:
 # -- without gradients: all take part -------------------------------------------------------------
 
 
-def lengths(way: str, stages: tuple[int, ...] = (1, 2, 3)) -> None:
+def lengths(way: str, stages: tuple[int, ...]) -> None:
     """Each rank calls the model, or a part of it, as often as it likes; then all train."""
     rank = dist.get_rank()
     for stage in stages:
@@ -89,13 +88,14 @@ def lengths(way: str, stages: tuple[int, ...] = (1, 2, 3)) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_join_lets_ranks_run_different_parts(ranks: Pools, way: str) -> None:
-    ranks(2).run(lengths, way)
-
-
-def test_join_on_three_ranks(ranks: Pools) -> None:
-    ranks(3).run(lengths, "point to point", (3,))
+@pytest.mark.parametrize(
+    ("world", "way", "stages"),
+    [(2, "windows", (1, 3)), (2, "backend", (2, 3)), (3, "point to point", (3,))],
+)
+def test_join_lets_ranks_run_different_parts(
+    ranks: Pools, world: int, way: str, stages: tuple[int, ...]
+) -> None:
+    ranks(world).run(lengths, way, stages)
 
 
 def backward_within() -> None:
@@ -117,52 +117,12 @@ def test_join_of_a_plain_module() -> None:
     assert model.stem.weight.grad is not None
 
 
-# -- with gradients -------------------------------------------------------------------------------
-
-
-def without(model: Blocks, x: Tensor, block: int | None) -> Tensor:
-    """The model's output, with a block left out or not."""
-    x = model.stem(x)
-    for number, inner in enumerate(model.blocks):
-        x = x if number == block else inner(x)
-    return x
-
-
-def leave_out_a_unit() -> None:
-    """Rank 1 trains without a block now and then; the steps are those of a loop over both ranks."""
-    rank = dist.get_rank()
-    for way, stage in ((way, stage) for way in WAYS for stage in (1, 2)):
-        engine, model = engine_over(way, stage)
-        plain = beside_a_plain_one(engine, model)
-        optimizer, reference = adamw(model), adamw(plain)
-        engine.adopt(optimizer)
-        for step in range(3):
-            left_out = [None, 1 if step % 2 == 0 else None]
-            optimizer.zero_grad()
-            with engine.step() as watch:
-                loss = without(model, x_of(2 * step + rank), left_out[rank]).sum()
-                watch(loss)
-            loss.backward()
-            optimizer.step()
-            reference.zero_grad()
-            for other in range(2):
-                (without(plain, x_of(2 * step + other), left_out[other]).sum() / 2).backward()
-            reference.step()
-        require_equal(engine, plain)
-        engine.close()
-
-
-def test_a_unit_that_one_rank_leaves_out_where_weights_stay(ranks: Pools) -> None:
-    """At stages 1 and 2 nobody waits for its weights, and its gradient is the others' share."""
-    ranks(2).run(leave_out_a_unit)
-
-
 # -- what one rank alone does ---------------------------------------------------------------------
 
 
 def no_unit(engine: Engine, model: Blocks) -> None:
     with engine.step() as watch:
-        loss = without(model, x_of(2), 1).sum()
+        loss = model.blocks[2](model.blocks[0](model.stem(x_of(2)))).sum()
         watch(loss)
     loss.backward()
 
@@ -177,6 +137,16 @@ def no_step(engine: Engine, model: Blocks) -> None:
 
 def a_read(engine: Engine, model: Blocks) -> None:
     model.blocks[1].linear.weight.sum()
+
+
+def a_read_gradient(engine: Engine, model: Blocks) -> None:
+    train(engine, model, 2)
+    model.blocks[1].linear.weight.grad.tolist()
+
+
+def a_read_norm(engine: Engine, model: Blocks) -> None:
+    train(engine, model, 2)
+    float(model.blocks[1].linear.weight.grad.norm())
 
 
 def a_forward(engine: Engine, model: Blocks) -> None:
@@ -195,6 +165,8 @@ def train(engine: Engine, model: Blocks, step: int) -> None:
 @impatient
 def alone(way: str, stage: int, odd: Callable[[Engine, Blocks], None]) -> None:
     """Rank 1 does another thing than the others in its third step."""
+    if odd is a_read:
+        device_mesh("cpu", 2)  # of tensor parallelism, whose groups are kept beside ours
     engine, model = engine_over(way, stage)
     optimizer = adamw(model)
     engine.adopt(optimizer)
@@ -207,40 +179,40 @@ def alone(way: str, stage: int, odd: Callable[[Engine, Blocks], None]) -> None:
     raise AssertionError("the ranks have not noticed")
 
 
-ODD = [no_unit, no_backward, no_step, a_read, a_forward]
 # Gloo's own collectives abort the process where messages of different sizes meet.
 CASES = [
     ("backend", no_unit),
-    *(("windows", odd) for odd in ODD),
-    *(("point to point", odd) for odd in ODD if odd is not no_step),  # which shows at the end
+    ("point to point", no_unit),
+    ("windows", no_backward),
+    ("point to point", no_backward),
+    ("windows", no_step),
+    ("windows", a_read),
+    ("point to point", a_read),
+    ("point to point", a_read_gradient),
+    ("windows", a_read_norm),
+    ("point to point", a_forward),
 ]
+CURES = {
+    a_read: ("the weights of blocks.1", "lightning_zero.gathered"),
+    a_read_gradient: ("access to a gradient", "lightning_zero.full_grad"),
+    a_read_norm: ("access to a gradient", "lightning_zero.grad_norm"),
+}
 
 
-@pytest.mark.parametrize(("way", "odd"), CASES)
-def test_what_one_rank_alone_does_is_named(ranks: Pools, way: str, odd: Any) -> None:
+def test_what_one_rank_alone_does_is_named() -> None:
     """The same on one host as on a cluster, and on both ranks."""
-    with pytest.raises(RankError) as error:
-        ranks(2).run(alone, way, 3, odd)
-    found = str(error.value)
-    assert found.count("The ranks have diverged") >= 2, found
-    assert re.search(r"rank 0 waits in step 2 for .*test_uneven.*rank 1 waits in step \d", found)
-    if odd is a_read:
-        assert "rank 1 waits in step 2 for access between steps to the weights of blocks.1" in found
-        assert "first gather on every rank: `with lightning_zero.gathered(module):`" in found
-
-
-def test_a_backward_that_one_rank_leaves_out_at_stage_1(ranks: Pools) -> None:
-    """Rank 1 goes on to weights that rank 0, in its backward pass, does not send."""
-    with pytest.raises(RankError) as error:
-        ranks(2).run(alone, "point to point", 1, no_backward)
-    found = str(error.value)
-    assert found.count("The ranks have diverged") >= 2
-    assert "rank 0 waits in step 2 for the start of a backward pass" in found
+    errors = errors_of(*((alone, way, 3, odd) for way, odd in CASES))
+    for (_, odd), found in zip(CASES, errors, strict=True):
+        assert found.count("The ranks have diverged") >= 2, found
+        waits = r"rank 0 waits in step \d for .*test_uneven.*rank 1 waits in step \d"
+        assert re.search(waits, found), found
+        for text in CURES.get(odd, ()):
+            assert text in found
 
 
 def reads_alone() -> None:
     """Weights that are whole on each rank need no other rank, over any transport."""
-    for way, stage in ((way, stage) for way in WAYS for stage in (1, 2)):
+    for way, stage in zip(WAYS, (1, 2, 1), strict=True):
         model = Blocks(3)
         engine = shard(model, stage=stage, comm=Communicator(CPU, **WAYS[way]))
         optimizer = adamw(model)
@@ -292,7 +264,7 @@ class Counting(Regression):
 
 def iterables() -> list[Any]:
     found = []
-    for way, stage in (("windows", 1), ("windows", 2), ("point to point", 1), ("backend", 2)):
+    for way, stage in (("windows", 2), ("point to point", 1)):
         module = Counting()
         trainer = make_trainer(stage, max_epochs=2, num_sanity_val_steps=0)
         loaders = DataLoader(Some(5), batch_size=1), DataLoader(Some(2), batch_size=1)
@@ -331,14 +303,6 @@ def sized_apart(what: str, way: str) -> None:
         trainer.fit(Counting(), *((loader,) if what == "training" else (rows(), loader)))
 
 
-@pytest.mark.parametrize("what", ["training", "validation"])
-@pytest.mark.parametrize("way", ["windows", "point to point"])
-def test_loaders_of_different_known_lengths(ranks: Pools, what: str, way: str) -> None:
-    """Rank 0 is in its second epoch, or through, while rank 1 goes on with the first."""
-    with pytest.raises(RankError, match="The ranks have diverged"):
-        ranks(2).run(sized_apart, what, way)
-
-
 class NoneOnOne(Regression):
     """Returns no loss on one rank."""
 
@@ -351,6 +315,17 @@ def none_on_one() -> None:
     make_trainer(3).fit(NoneOnOne(), rows())
 
 
-def test_no_loss_on_one_rank(ranks: Pools) -> None:
-    with pytest.raises(RankError, match=r"Rank 1 failed in step 1 at .*: Skipping the"):
-        ranks(2).run(none_on_one)
+def test_what_ranks_alone_do_in_a_trainer_or_in_backward_is_named() -> None:
+    """Rank 0 is in its second epoch, or through, while rank 1 goes on with the first."""
+    *lengths, no_loss, at_stage_1 = errors_of(
+        (sized_apart, "training", "windows"),
+        (sized_apart, "validation", "point to point"),
+        (none_on_one,),
+        # Rank 1 goes on to weights that rank 0, in its backward pass, does not send.
+        (alone, "point to point", 1, no_backward),
+    )
+    for found in (*lengths, at_stage_1):
+        assert "The ranks have diverged" in found, found
+    assert re.search(r"Rank 1 failed in step 1 at .*: Skipping the", no_loss), no_loss
+    assert at_stage_1.count("The ranks have diverged") >= 2
+    assert "rank 0 waits in step 2 for the start of a backward pass" in at_stage_1

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from lightning_zero.optimizer import members, stepper_of
 from tests.oracle.parity import backward_of_ranks
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import shard, whole
-from tests.oracle.stack import Stack, build, rows, square
+from tests.oracle.sharded import Stack, build, rows, shard, square, whole
 
 WORLD = 2
 

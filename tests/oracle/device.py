@@ -188,7 +188,6 @@ class Device(TorchDispatchMode):
     Attributes:
         crossed: The bytes that were copied since :meth:`restart`, "up" and "down".
         waits: How often the host has waited for the device, by place.
-        kernels: How many kernels were launched.
         live: Bytes of the device's memory in use now.
         peak: The most of them.
     """
@@ -204,7 +203,7 @@ class Device(TorchDispatchMode):
         self._dying: list[Memory] = []
         self.violations: list[str] = []
         self.new = "device"  # the kind of what is made of nothing
-        self.live = self.peak = self.kernels = 0
+        self.live = self.peak = 0
         self.crossed: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.done: list[Done] = []
@@ -214,7 +213,7 @@ class Device(TorchDispatchMode):
         self.crossed.clear()
         self.waits.clear()
         self.done.clear()
-        self.peak, self.kernels = self.live, 0
+        self.peak = self.live
 
     @property
     def host_waits(self) -> int:
@@ -415,7 +414,6 @@ class Device(TorchDispatchMode):
         stream = self.current
         stream.learn(self.running.clock)
         time = self._access(stream, what, read, written)
-        self.kernels += kind == "kernel"
         self.done.append(Done(kind, stream.name, time, {**stream.clock}, nbytes))
 
     def _access(self, who: Actor, what: str, read: list[Tensor], written: list[Tensor]) -> int:

@@ -6,7 +6,7 @@ A **cell** is one place, one kind of fault and one transport on so many ranks, w
 of their own. It must end in one of two ways within :data:`LIMIT`: every rank goes on to the numbers
 of an undisturbed run, or every rank that is left raises the same error, which names the rank.
 
-    cell = run(Fault("the user's forward", "kill"), way="windows", world=2)
+    cell = run(Job(Fault("the user's forward", "kill"), "windows"))
     assert cell.ending == "named"
 
 ``make faults`` runs all cells.
@@ -85,6 +85,12 @@ class Place(NamedTuple):
     only_trainer: bool = True
     on_rank_0: bool = False
 
+    def found(self) -> tuple[Any, str]:
+        """Return the owner of the function, and its name there."""
+        module, _, names = self.target.partition(":")
+        *path, name = names.split(".")
+        return functools.reduce(getattr, path, importlib.import_module(module)), name
+
 
 _ENGINE, _COMM = "lightning_zero.engine", "lightning_zero.comm"
 _CHECKPOINT = "lightning_zero.checkpoint"
@@ -121,16 +127,31 @@ PLACES = {
 """Functions that fail, by the name that the table has for them."""
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """A place, and what becomes of the last rank there; of rank 0 where only it comes there."""
 
     place: str
     kind: Kind
 
-    def rank(self, world: int) -> int:
-        """The rank that it strikes."""
-        return 0 if PLACES[self.place].on_rank_0 else world - 1
+
+class Job(NamedTuple):
+    """A cell to run: `odd` is the rank that is struck, -1 for none."""
+
+    fault: Fault | None
+    way: str
+    world: int = 2
+    program: str = "fit"
+    limit: float = LIMIT
+
+    @property
+    def odd(self) -> int:
+        if self.fault is None:
+            return -1
+        return 0 if PLACES[self.fault.place].on_rank_0 else self.world - 1
+
+    @property
+    def kind(self) -> str:
+        return "" if self.fault is None else self.fault.kind
 
 
 class Injected(ValueError):
@@ -142,26 +163,16 @@ class Injected(ValueError):
 
 @dataclass
 class Cell:
-    """A run, and what became of it.
+    """What became of a job.
 
     Attributes:
-        fault: None for an undisturbed run.
-        odd: The rank that it struck; -1 for none.
-        world: Number of ranks.
-        way: The transport.
-        program: What they ran.
-        limit: Seconds from the fault to the last rank's end.
+        job: What was run.
         answers: By rank, how it ended: ("numbers", digest) or ("error", text); none if it did not.
         seconds: From the fault to the end of the last rank that ended.
         output: What the ranks printed.
     """
 
-    fault: Fault | None
-    odd: int
-    world: int
-    way: str
-    program: str
-    limit: float = LIMIT
+    job: Job
     answers: dict[int, tuple[str, str]] = field(default_factory=dict)
     seconds: float = -1.0
     output: str = ""
@@ -176,72 +187,62 @@ class Cell:
         """``"goes on"``, ``"named"``, or what is wrong, in capitals."""
         if self.seconds < 0:
             return "NOT STRUCK"
+        odd, kind = self.job.odd, self.job.kind
         # A rank that fails when the others have got all they need from it ends alone.
-        goes_on = self.answers.get(self.odd, ("",))[0] == "numbers"
-        left = [rank for rank in range(self.world) if rank != self.odd or goes_on]
+        goes_on = self.answers.get(odd, ("",))[0] == "numbers"
+        left = [rank for rank in range(self.job.world) if rank != odd or goes_on]
         answers = [self.answers.get(rank, ("", "")) for rank in left]
         kinds, texts = {kind for kind, _ in answers}, {text for _, text in answers}
         if "" in kinds:
             return "HANGS"
         if kinds == {"numbers"}:
-            same = texts == {undisturbed(self.way, self.world, self.program)}
+            same = texts == {undisturbed(self.job._replace(fault=None))}
             return ("goes on" if goes_on else "too late to matter") if same else "OTHER NUMBERS"
         if "numbers" in kinds:
             return "SOME GO ON"
-        name = f"rank {self.odd}"
-        if self.fault is not None and self.fault.kind in ("kill", "hang"):
+        name = f"rank {odd}"
+        if kind in ("kill", "hang"):
             name = "a connection between ranks has failed"  # the launcher names the rank
         elif len(texts) > 1:
             return "OTHER TEXTS"
         if not all(name in text.lower() for text in texts):
             return "NOT NAMED"
-        return "named" if self.seconds <= self.limit else "LATE"
+        return "named" if self.seconds <= self.job.limit else "LATE"
 
 
-def run(
-    fault: Fault | None,
-    *,
-    way: str = "windows",
-    world: int = 2,
-    program: str = "fit",
-    limit: float = LIMIT,
-) -> Cell:
-    """Run a program under a fault, or without one, on new processes."""
-    odd = -1 if fault is None else fault.rank(world)
-    cell = Cell(fault, odd, world, way, program, limit)
+def run(job: Job) -> Cell:
+    """Run a job on new processes."""
+    cell = Cell(job)
+    patience = HANG if job.kind == "hang" else 60
     with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
         ranks: dict[Connection, int] = {}
-        processes = []
-        for rank in range(world):
+        processes: list[Any] = []
+        stack.callback(_end, processes)
+        for rank in range(job.world):
             here, there = Pipe()
             output = stack.enter_context((Path(folder) / f"{rank}.log").open("wb"))
-            strikes = fault if rank == odd else None
-            patience = HANG if fault is not None and fault.kind == "hang" else 60
-            with there, _starting:
+            fault = job.fault if rank == job.odd else None
+            with there:
                 process = server(rank % 2).start(
                     be_rank,
-                    *(rank, world, patience, program, way, strikes, folder),
+                    *(rank, patience, job._replace(fault=fault), folder),
                     connection=there,
                     output=output,
-                    environment=_environment(rank, world),
+                    environment=_environment(rank, job.world),
                 )
             ranks[here] = rank
             processes.append(process)
-        stack.callback(_end, processes)
-        _listen(cell, ranks, is_hung=fault is not None and fault.kind == "hang")
-        logs = [Path(folder) / f"{rank}.log" for rank in range(world)]
+        _listen(cell, ranks)
+        logs = [Path(folder) / f"{rank}.log" for rank in range(job.world)]
         cell.output = "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
     return cell
 
 
-_starting = threading.Lock()
-"""A server takes one request after another."""
-
-
-def _listen(cell: Cell, ranks: dict[Connection, int], *, is_hung: bool) -> None:
+def _listen(cell: Cell, ranks: dict[Connection, int]) -> None:
     """Take the ranks' answers until all have ended, but for the one that hangs."""
     struck, last, deadline = 0.0, 0.0, time.monotonic() + SECONDS
-    while time.monotonic() < deadline and set(ranks.values()) - ({cell.odd} if is_hung else set()):
+    hung = {cell.job.odd} if cell.job.kind == "hang" else set()
+    while time.monotonic() < deadline and set(ranks.values()) - hung:
         for connection in wait(list(ranks), timeout=0.2):
             assert isinstance(connection, Connection)
             try:
@@ -251,7 +252,7 @@ def _listen(cell: Cell, ranks: dict[Connection, int], *, is_hung: bool) -> None:
                 continue
             if kind == "struck":
                 struck = when
-                deadline = time.monotonic() + 2 * cell.limit
+                deadline = time.monotonic() + 2 * cell.job.limit
             else:
                 cell.answers[ranks[connection]] = (kind, text)
                 last = max(last, when)
@@ -268,11 +269,11 @@ def _end(processes: Iterable[Any]) -> None:
 
 
 @functools.cache
-def undisturbed(way: str, world: int, program: str) -> str:
+def undisturbed(job: Job) -> str:
     """The digest of the numbers that every rank ends with where nothing goes wrong."""
-    cell = run(None, way=way, world=world, program=program)
+    cell = run(job)
     (digest,) = {answer for kind, answer in cell.answers.values() if kind == "numbers"} or {""}
-    if len(cell.answers) < world or not digest:
+    if len(cell.answers) < job.world or not digest:
         raise AssertionError(f"an undisturbed run failed: {cell}")
     return digest
 
@@ -280,23 +281,15 @@ def undisturbed(way: str, world: int, program: str) -> str:
 # ---------------------------------------------------------------------------- the rank's side
 
 
-def be_rank(
-    connection: Connection,
-    rank: int,
-    world: int,
-    limit: int,
-    program: str,
-    way: str,
-    fault: Fault | None,
-    folder: str,
-) -> None:
+def be_rank(connection: Connection, rank: int, patience: int, job: Job, folder: str) -> None:
     """Be a rank of a program that a fault may strike."""
+    fault, world = job.fault, job.world
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_live_as_long_as_the_test, daemon=True).start()
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=limit)
+    timeout = timedelta(seconds=patience)
     store = _store(rank, world, Path(folder) / "port")
-    kind = "cuda" if way == NCCL else "cpu"
+    kind = "cuda" if job.way == NCCL else "cpu"
     join(kind, store=store, rank=rank, world_size=world, timeout=timeout)
     torch.manual_seed(0)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -312,7 +305,7 @@ def be_rank(
 
     try:
         with injected(fault, strike):
-            answer = ("numbers", PROGRAMS[program](way, folder))
+            answer = ("numbers", PROGRAMS[job.program](job.way, folder))
     except BaseException as error:
         traceback.print_exc()
         answer = ("error", str(error))
@@ -342,9 +335,7 @@ def injected(fault: Fault | None, strike: Callable[[], None]) -> Iterator[None]:
         yield
         return
     place = PLACES[fault.place]
-    module, _, names = place.target.partition(":")
-    *path, name = names.split(".")
-    owner = functools.reduce(getattr, path, importlib.import_module(module))
+    owner, name = place.found()
     raw = vars(owner)[name]
     inner = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
     calls = itertools.count(1)
@@ -465,31 +456,16 @@ PROGRAMS: dict[str, Callable[[str, str], str]] = {
 # ---------------------------------------------------------------------------- all of them
 
 
-class Job(NamedTuple):
-    """A cell to run."""
-
-    fault: Fault
-    way: str
-    world: int
-    program: str
-
-    def run(self) -> Cell:
-        """Run it; once more where it went wrong by an answer that came late on a busy machine."""
-        how = {"way": self.way, "world": self.world, "program": self.program}
-        cell = run(self.fault, **how)
-        return cell if cell.is_good else run(self.fault, **how)
-
-
-def jobs(*, every: bool = False) -> list[Job]:
+def jobs() -> list[Job]:
     """The cells of the matrix.
 
     Every place is struck by an exception and by a kill over every transport, in both programs. What
-    lasts, and four ranks, goes round the transports from place to place unless ``every`` is set.
+    lasts, and four ranks, goes round the transports from place to place.
     """
     listed = []
     for number, (place, where) in enumerate(PLACES.items()):
         for turn, way in enumerate(WAYS):
-            is_due = every or number % len(WAYS) == turn
+            is_due = number % len(WAYS) == turn
             struck = [(kind, 2, "fit") for kind in KINDS if is_due or kind in QUICK]
             struck += [(kind, 4, "fit") for kind in QUICK if is_due]
             struck += [(kind, 2, "loop") for kind in QUICK if not where.only_trainer]
@@ -497,8 +473,14 @@ def jobs(*, every: bool = False) -> list[Job]:
     return listed
 
 
+def run_twice(job: Job) -> Cell:
+    """Run it; once more where it went wrong by an answer that came late on a busy machine."""
+    cell = run(job)
+    return cell if cell.is_good else run(job)
+
+
 def run_all(these: Iterable[Job], *, at_once: int) -> Iterator[tuple[Job, Cell]]:
     """Run cells side by side: most of them wait for most of their time."""
     listed = list(these)
     with ThreadPoolExecutor(at_once) as threads:
-        yield from zip(listed, threads.map(Job.run, listed), strict=True)
+        yield from zip(listed, threads.map(run_twice, listed), strict=True)

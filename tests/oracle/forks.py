@@ -27,6 +27,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, Pipe, wait
@@ -131,6 +132,7 @@ class Server:
                 listener.bind(address)
                 listener.listen()
                 self._start(listener)
+        self._lock = threading.Lock()  # it takes one request after another
         self._door = socket.socket(socket.AF_UNIX)
         self._door.connect(address)
 
@@ -160,7 +162,7 @@ class Server:
         status, remote = Pipe()
         reading, writing = os.pipe()
         try:
-            with remote:
+            with remote, self._lock:
                 fds = [reading, output.fileno(), connection.fileno(), remote.fileno()]
                 socket.send_fds(self._door, [len(request).to_bytes(LENGTH_BYTES, "big")], fds)
                 self._door.sendall(request)

@@ -6,8 +6,8 @@
     loss = case.loss(model, batch)           # a mean over rows
 
 The loss of a whole batch is the mean of the losses of its equal parts: a global batch may be cut
-over ranks and microbatches without changing the result. The one exception is marked with
-`per_rank_statistics`: BatchNorm looks at the rows beside it.
+over ranks and microbatches without changing the result, but where BatchNorm looks at the rows
+beside it.
 
 Repeated blocks lie in a `ModuleList` or a `Sequential`, so that they become units.
 """
@@ -32,20 +32,13 @@ class Case:
         module: Makes the model.
         batch: Makes a batch of so many rows from a seed.
         loss: Mean loss of a batch.
-        per_rank_statistics: Whether rows of one part influence each other.
-        needs_full_norms: Whether torch on CPU refuses the model under "bf16-mixed" and
-            "16-mixed" unless the parameters of norms stay in fp32.
-        unsupported: Precisions in which torch on CPU refuses the model anyway.
-        unused: Names of trainable parameters that no loss ever reaches.
+        unsupported: Precisions in which torch on CPU refuses the model.
     """
 
     module: Callable[[], nn.Module]
     batch: Callable[[int, int], Batch]
     loss: Callable[[nn.Module, Batch], Tensor]
-    per_rank_statistics: bool = False
-    needs_full_norms: bool = False
     unsupported: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
 
     def build(self, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
         """A new model with the weights of this seed; other random numbers are left alone."""
@@ -103,11 +96,6 @@ def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
 
 
-def penalized_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss that reads every parameter outside of any forward."""
-    return square_loss(model, batch) + 0.01 * sum(p.square().sum() for p in model.parameters())
-
-
 # ------------------------------------------------------------------------------------ models
 
 
@@ -142,28 +130,19 @@ class Blocks(nn.Module):
 
 
 class OddWidths(nn.Module):
-    """Nothing divides by a world size; some parameters are smaller than one."""
+    """Nothing divides by a world size; some parameters are smaller than one, one is empty."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(7, 13), nn.Linear(13, 5)])
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.zeros(1))
+        self.nothing = nn.Parameter(torch.empty(0, 5))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layers[0](x))
-        return self.layers[1](x) * self.scale + self.shift
-
-
-class ZeroSized(Blocks):
-    """A parameter without elements takes part in forward and has a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=2)
-        self.nothing = nn.Parameter(torch.empty(0, 6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([super().forward(x), self.nothing])
+        x = self.layers[1](x) * self.scale + self.shift
+        return torch.cat([x, self.nothing])
 
 
 class Tied(nn.Module):
@@ -248,17 +227,6 @@ class BranchByStep(Blocks):
         if branch.any():
             return self.blocks[1](self.branch[0](self.blocks[0](x)))
         return self.blocks[0](self.blocks[1](x))
-
-
-class CalledTwice(Blocks):
-    """The same block runs twice in one forward, with another one in between."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        return self.blocks[0](self.blocks[1](self.blocks[0](x)))
 
 
 class Convolutions(nn.Module):
@@ -356,21 +324,6 @@ class Recurrent(nn.Module):
         return x[:, -1]
 
 
-class TorchAttention(nn.Module):
-    """nn.MultiheadAttention reads the weight of its `out_proj` without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.MultiheadAttention(8, 2, batch_first=True) for _ in range(2)]
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x, x, x, need_weights=False)[0]
-        return x.mean(1)
-
-
 class Nested(nn.Module):
     """Units inside units; the outer ones own parameters too."""
 
@@ -400,67 +353,6 @@ class Nested(nn.Module):
         return x
 
 
-@dataclass
-class Output:
-    """The output of a block of `DataclassOutputs`."""
-
-    hidden: Tensor
-    extras: tuple[Tensor, dict[str, Tensor]]
-
-
-class DictOutputs(nn.Module):
-    """Blocks return dicts; some entries are never used, some are None."""
-
-    class Layer(nn.Module):
-        """Returns more than is needed."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(6)
-            self.side = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> dict[str, Tensor | None]:
-            return {"unused": x * 2, "side": self.side(x), "hidden": self.block(x), "none": None}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.layers = nn.ModuleList([self.Layer(), self.Layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layers[0](self.stem(x))
-        second = self.layers[1](first["hidden"])
-        return second["hidden"] + second["side"] + first["side"]
-
-
-class DataclassOutputs(nn.Module):
-    """Blocks take and return dataclasses that hold tuples and dicts; all but one are used."""
-
-    class Layer(nn.Module):
-        """Takes what it returns."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(6)
-            self.side = nn.Linear(6, 6)
-
-        def forward(self, given: Output) -> Output:
-            side = self.side(given.extras[0])
-            return Output(self.block(given.hidden), (side, {"sum": side + given.hidden}))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.layers = nn.ModuleList([self.Layer(), self.Layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        output = Output(x, (x, {}))
-        for layer in self.layers:
-            output = layer(output)
-        return output.hidden + output.extras[1]["sum"]
-
-
 class InplaceViews(nn.Module):
     """Blocks return views, which the caller then changes in place."""
 
@@ -484,22 +376,6 @@ class InplaceViews(nn.Module):
             y += x
             x = y.mul_(0.5)
         return x
-
-
-class BorrowedWeight(nn.Module):
-    """Weights are used outside of the forward of the module that owns them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.ModuleList([nn.Embedding(11, 6)])
-        self.blocks = nn.ModuleList([Block(6), Block(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding[0](x)
-        for block in self.blocks:
-            x = block(x)
-        x = F.linear(x, self.blocks[0].linear.weight.t(), self.blocks[1].norm.bias)
-        return F.linear(x, self.embedding[0].weight)
 
 
 class OtherMethods(nn.Module):
@@ -536,29 +412,6 @@ class OtherMethods(nn.Module):
         return F.mse_loss(model.decode(model.encode(batch["x"])), batch["y"])
 
 
-class NormFirst(nn.Module):
-    """A norm looks at the input itself, which autocast leaves in fp32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(6), Block(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def sequential() -> nn.Module:
-    """A plain Sequential with a nested one."""
-    return nn.Sequential(
-        nn.Linear(6, 9),
-        nn.ReLU(),
-        nn.Sequential(nn.LayerNorm(9), nn.Linear(9, 9), nn.Tanh()),
-        nn.Linear(9, 5),
-    )
-
-
 def _expert_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(batch["x"], batch["expert"]), batch["y"])
 
@@ -585,53 +438,17 @@ def _refused_by_lstm() -> tuple[str, ...]:
 
 MODELS: dict[str, Case] = {
     "odd_widths": Case(OddWidths, numbers(7, out=5), square_loss),
-    "zero_sized": Case(ZeroSized, numbers(6, out=6), square_loss),
     "tied": Case(Tied, tokens(11, 4), next_token_loss),
     "tied_blocks": Case(TiedBlocks, numbers(6, out=6), square_loss),
     "frozen": Case(Frozen, numbers(6, out=6), square_loss),
-    "unused_branch": Case(
-        UnusedBranch,
-        numbers(6, out=6),
-        square_loss,
-        unused=(
-            "blocks.1.norm.weight",
-            "blocks.1.norm.bias",
-            "blocks.1.linear.weight",
-            "blocks.1.linear.bias",
-            "blocks.2.spare",
-        ),
-    ),
+    "unused_branch": Case(UnusedBranch, numbers(6, out=6), square_loss),
     "experts": Case(Experts, numbers(6, out=6, expert=expert_of_row), _expert_loss),
     "branch_by_step": Case(BranchByStep, numbers(6, out=6, branch=branch_of_step), _branch_loss),
-    "called_twice": Case(CalledTwice, numbers(6, out=6), square_loss),
-    "batchnorm_conv": Case(
-        Convolutions,
-        numbers(3, 6, 6, out=3),
-        square_loss,
-        per_rank_statistics=True,
-        needs_full_norms=True,
-    ),
+    "batchnorm_conv": Case(Convolutions, numbers(3, 6, 6, out=3), square_loss),
     "channels_last": Case(ChannelsLast, numbers(3, 6, 6, out=4), square_loss),
     "transformer": Case(Transformer, tokens(13, 6), next_token_loss),
     "rnn": Case(Recurrent, numbers(4, 5, out=3), square_loss, unsupported=_refused_by_lstm()),
-    "multihead_attention": Case(TorchAttention, numbers(4, 8, out=8), square_loss),
     "nested": Case(Nested, numbers(6, out=6), square_loss),
-    "dict_outputs": Case(DictOutputs, numbers(6, out=6), square_loss),
-    "dataclass_outputs": Case(DataclassOutputs, numbers(6, out=6), square_loss),
     "inplace_views": Case(InplaceViews, numbers(6, out=6), square_loss),
-    "norm_first": Case(NormFirst, numbers(6, out=6), square_loss, needs_full_norms=True),
-    "sequential": Case(sequential, numbers(6, out=5), square_loss),
-    "borrowed_weight": Case(BorrowedWeight, tokens(11, 4), next_token_loss),
-    "penalty": Case(OddWidths, numbers(7, out=5), penalized_loss),
-    "other_methods": Case(
-        OtherMethods,
-        numbers(6, out=6),
-        OtherMethods.loss,
-        unused=(
-            "coders.0.up.weight",
-            "coders.0.up.bias",
-            "coders.1.down.weight",
-            "coders.1.down.bias",
-        ),
-    ),
+    "other_methods": Case(OtherMethods, numbers(6, out=6), OtherMethods.loss),
 }

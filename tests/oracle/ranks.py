@@ -44,16 +44,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm import watchdog
 from tests.oracle.forks import ROOT, Process, Server, server, session_folder, without_pytest
 
 START_SECONDS = 240.0
@@ -84,6 +87,32 @@ class Pools:
         """Kill every rank of every pool."""
         for pool in self._pools.values():
             pool.kill()
+
+
+impatient = mock.patch.object(watchdog, "PATIENCE", 0.5)
+"""Decorates what waits for a report of the watchdog; test_faults.py waits as long as users do."""
+
+
+def errors_of(*calls: tuple[Any, ...], world_size: int = 2, at_once: int = 4) -> list[str]:
+    """Return the `RankError` of each call, a function and its arguments, on ranks of its own.
+
+    Calls go on side by side: they wait for most of their time.
+    """
+    for number in (0, 1):
+        server(number)
+
+    def error_of(call: tuple[Any, ...]) -> str:
+        pool = Pool(world_size)
+        try:
+            pool.run(*call)
+        except RankError as error:
+            return str(error)
+        finally:
+            pool.kill()
+        return "no error"
+
+    with ThreadPoolExecutor(at_once) as threads:
+        return list(threads.map(error_of, calls))
 
 
 class Pool:

@@ -1,7 +1,7 @@
-"""The plain loop over the engine: what `parity.reference` is held against, on every rank.
+"""A plain loop over the engine, and the same loop under DistributedDataParallel.
 
-    def train_all(stage):                    # top level: ranks import it by name
-        return {name: train(name, stage=stage) for name in MODELS}
+    def compare(name):                       # top level: ranks import it by name
+        require_same(train(name, stage=3), replicate(name))
 
 Tiny models have no module that is worth a unit by itself, so `units` is chosen by name here:
 "blocks" cuts at the elements of `ModuleList` and `Sequential`, "leaves" at every module that owns
@@ -11,22 +11,31 @@ parameters, "nested" at every module that has any, "root" nowhere.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import LossScaler, clip
 from lightning_zero.plan import RECIPES, Settings
-from tests.oracle.models import MODELS, Batch, Case
-from tests.oracle.parity import RECIPES as PRECISIONS
-from tests.oracle.parity import ROWS, Result, share
+from tests.oracle.models import MODELS, Batch, Block, Case
+from tests.oracle.parity import share
+from tests.oracle.play import differences
+from tests.oracle.projects import Trace
 
 CPU = torch.device("cpu")
+ROWS = 4
+"""Of a rank, in a microbatch."""
+MASTERS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+"""The dtype of masters by precision, where it is not fp32."""
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -41,28 +50,24 @@ def blocks(model: nn.Module) -> Callable[[nn.Module], bool]:
     """The elements of every list of modules."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     inside = {id(child) for module in lists for child in module}
-    return lambda module: id(module) in inside and _owns_or_calls(module)
+    return lambda module: id(module) in inside and _has_parameters(module)
 
 
 def leaves(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Every module that owns parameters, a MultiheadAttention with what is inside it."""
-    closed = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
-    inside = {id(inner) for module in closed for inner in module.modules() if inner is not module}
-    return lambda module: bool(module._parameters) and id(module) not in inside
+    """Every module that owns parameters."""
+    return lambda module: bool(module._parameters)
 
 
 def nested(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Every module with parameters anywhere, a MultiheadAttention with what is inside it."""
-    closed = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
-    inside = {id(inner) for module in closed for inner in module.modules() if inner is not module}
-    return lambda module: id(module) not in inside
+    """Every module with parameters anywhere."""
+    return _has_parameters
 
 
 def root(model: nn.Module) -> Callable[[nn.Module], bool]:
     return lambda module: False
 
 
-def _owns_or_calls(module: nn.Module) -> bool:
+def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
@@ -88,73 +93,126 @@ def whole(engine: Engine) -> dict[str, Tensor]:
     return {name: masters[name] for name in names.values()}
 
 
-def result_of(engine: Engine, losses: list[float], norms: list[float]) -> Result:
-    """Return what the run leaves behind, with the masters whole."""
-    named = engine.module.named_buffers()
-    buffers = {name: b.detach().to("cpu", copy=True) for name, b in named}
-    return Result(losses, whole(engine), buffers if engine.comm.control.rank == 0 else {}, norms)
-
-
 def train(
     case: str | Case,
-    make_optimizer: Callable[[nn.Module], Optimizer] = adamw,
+    make_optimizer: Callable[[nn.Module], Any] = adamw,
     *,
     steps: int = 3,
     accumulate: int = 1,
-    rows: int = ROWS,
     precision: str = "32-true",
     policy: str | None = None,
     clip_norm: float | None = None,
     comm: Communicator | None = None,
     **how: Any,
-) -> Result:
-    """Train as `parity.reference` does, sharded; `how` goes to `shard`."""
+) -> Trace:
+    """Train on global batches of seeds 0, 1, ..., sharded; `how` goes to `shard`.
+
+    The trace has the masters, rank 0's buffers, this rank's losses, and as notes the norms of the
+    averaged gradients before clipping.
+    """
     case = MODELS[case] if isinstance(case, str) else case
     recipe = RECIPES[precision]
     device = CPU if comm is None else comm.device
-    model = case.build(dtype=PRECISIONS[precision].master).to(device)
+    model = case.build(dtype=MASTERS.get(precision, torch.float32)).to(device)
     engine = shard(model, comm=comm, recipe=recipe, accumulate=policy, device=device, **how)
     optimizer = make_optimizer(model)
     engine.adopt(optimizer)
     scaler = LossScaler() if recipe.loss_scaled else None
-    rank, world = engine.comm.control.rank, engine.comm.control.world_size
     losses, norms = [], []
     for step in range(steps):
-        batch = case.batch(world * accumulate * rows, step)
-        step_losses = []
-        for micro in range(accumulate):
-            is_last = micro == accumulate - 1
-            part = cast_inputs(share(batch, rank, world, micro, accumulate), precision)
-            part = {name: value.to(device) for name, value in part.items()}
-            with contextlib.nullcontext() if is_last else engine.no_sync():
+        for micro, part in enumerate(_parts(case, step, accumulate, precision, device)):
+            with contextlib.nullcontext() if micro == accumulate - 1 else engine.no_sync():
                 with engine.step() as watch, surroundings(precision, device):
-                    loss = case.loss(model, part)
-                    watch(loss)
-                factor = 1.0 if scaler is None else scaler.scale
-                (loss / accumulate * factor).backward()
-            step_losses.append(loss.item())
-        norms.append(_step(engine, optimizer, scaler, clip_norm))
-        losses.append(sum(step_losses) / accumulate)
-    result = result_of(engine, losses, norms)
+                    watch(loss := case.loss(model, part))
+                (loss / accumulate * (1.0 if scaler is None else scaler.scale)).backward()
+            losses.append(loss.item())
+        pieces = engine.sharded.pieces
+        found_inf = scaler is not None and clip.unscale(pieces, engine.comm, scaler.scale)
+        norms.append(clip.total_norm(pieces, engine.comm).item())
+        if clip_norm is not None:
+            clip.clip_by_norm(pieces, engine.comm, clip_norm)
+        if not found_inf:
+            optimizer.step()
+        if scaler is not None:
+            scaler.update(found_inf=found_inf)
+        optimizer.zero_grad()
+    trace = _trace(model, whole(engine), losses, norms)
     engine.close()
-    return result
+    return trace
 
 
-def _step(
-    engine: Engine, optimizer: Optimizer, scaler: LossScaler | None, clip_norm: float | None
-) -> float:
-    """Clip, step, zero; returns the norm before clipping."""
-    pieces, comm = engine.sharded.pieces, engine.comm
-    found_inf = scaler is not None and clip.unscale(pieces, comm, scaler.scale)
-    norm = clip.total_norm(pieces, comm).item()
-    if clip_norm is not None:
-        clip.clip_by_norm(pieces, comm, clip_norm)
-    if not found_inf:
-        optimizer.step()
-    if scaler is not None:
-        scaler.update(found_inf=found_inf)
-    optimizer.zero_grad()
-    return norm
+def replicate(
+    case: str | Case,
+    make_optimizer: Callable[[nn.Module], Any] = adamw,
+    *,
+    steps: int = 3,
+    accumulate: int = 1,
+    precision: str = "32-true",
+    clip_norm: float | None = None,
+    device: torch.device = CPU,
+) -> Trace:
+    """The same under DistributedDataParallel."""
+    case = MODELS[case] if isinstance(case, str) else case
+    model = case.build(dtype=MASTERS.get(precision, torch.float32)).to(device)
+    optimizer = make_optimizer(model)
+    replica = DistributedDataParallel(_WithLoss(case, model), find_unused_parameters=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=RECIPES[precision].loss_scaled)
+    losses, norms = [], []
+    for step in range(steps):
+        for micro, part in enumerate(_parts(case, step, accumulate, precision, device)):
+            with contextlib.nullcontext() if micro == accumulate - 1 else replica.no_sync():
+                with surroundings(precision, device):
+                    loss = replica(part)
+                scaler.scale(loss / accumulate).backward()
+            losses.append(loss.item())
+        if scaler.is_enabled():
+            scaler.unscale_(optimizer)
+        most = math.inf if clip_norm is None else clip_norm
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), most).item())
+        scaler.step(optimizer) if scaler.is_enabled() else optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+    masters = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
+    return _trace(model, masters, losses, norms)
+
+
+class _WithLoss(nn.Module):
+    """A module whose forward is the loss, as DistributedDataParallel needs it."""
+
+    def __init__(self, case: Case, model: nn.Module) -> None:
+        super().__init__()
+        self.case, self.model = case, model
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self.case.loss(self.model, batch)
+
+
+def _parts(
+    case: Case, step: int, accumulate: int, precision: str, device: torch.device
+) -> Iterator[Batch]:
+    """This rank's rows in each microbatch of a step."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    batch = case.batch(world * accumulate * ROWS, step)
+    for micro in range(accumulate):
+        part = cast_inputs(share(batch, rank, world, micro, accumulate), precision)
+        yield {name: value.to(device) for name, value in part.items()}
+
+
+def _trace(
+    model: nn.Module, masters: dict[str, Tensor], losses: list[float], norms: list[float]
+) -> Trace:
+    buffers = dict(model.named_buffers()) if dist.get_rank() == 0 else {}
+    named = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
+    finite = [norm if math.isfinite(norm) else math.inf for norm in norms]
+    return Trace({**masters, **named}, losses=losses, notes=finite)
+
+
+def require_same(
+    ours: Trace, theirs: Trace, *, ulps: float = 0, dtype: torch.dtype | None = None
+) -> None:
+    """Fail unless parameters and buffers agree to so many roundings, losses and norms closely."""
+    found = list(differences(ours, theirs, ulps, dtype))
+    assert not found, "\n".join(found)
 
 
 @contextlib.contextmanager
@@ -166,7 +224,7 @@ def surroundings(precision: str, device: torch.device = CPU) -> Iterator[None]:
             yield
         return
     default = torch.get_default_dtype()
-    torch.set_default_dtype(PRECISIONS[precision].weight)
+    torch.set_default_dtype(MASTERS.get(precision, torch.float32))
     try:
         yield
     finally:
@@ -175,13 +233,55 @@ def surroundings(precision: str, device: torch.device = CPU) -> Iterator[None]:
 
 def cast_inputs(batch: Batch, precision: str) -> Batch:
     """Inputs in the weights' dtype, unless autocast sees to that."""
-    recipe = PRECISIONS[precision]
-    if recipe.autocast:
+    if precision not in MASTERS:
         return batch
-    return {k: v.to(recipe.weight) if v.is_floating_point() else v for k, v in batch.items()}
+    return {k: v.to(MASTERS[precision]) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def is_in_file(tensor: Tensor, folder: str) -> bool:
+    """Return whether the system has mapped a file of the folder where the tensor's values are."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, path = line.split(maxsplit=5)
+        first, last = (int(address, 16) for address in addresses.split("-"))
+        if first <= tensor.data_ptr() < last:
+            return path.startswith(folder)
+    return False
 
 
 def padded(sizes: list[int], world: int) -> int:
     """Elements of a buffer: each parameter begins at a multiple of 64, all shards are equal."""
     total = sum(-(-size // 64) * 64 for size in sizes)
     return -(-total // (64 * world)) * 64 * world
+
+
+# ------------------------------------------------------------------- a model for single steps
+
+
+class Stack(nn.Module):
+    """A stem, three blocks that are units, a head in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList([Block(6) for _ in range(3)])
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.default_generator.manual_seed(7)
+    return make()
+
+
+def rows(rank: int, seed: int = 0) -> Tensor:
+    """One rank's input."""
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()

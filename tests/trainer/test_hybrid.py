@@ -29,7 +29,5 @@ def test_ranks_that_cannot_be_divided_are_refused(ranks: Pools, tmp_path: Path) 
     for text in ranks(2).run(_refused, str(tmp_path), [1, "all"]):
         assert "the same number of shards on all ranks, got {1, 2}" in text
     for shard in (0, True, 1.5, "host"):
-        with pytest.raises(
-            ValueError, match="Expected shard to be 'all', 'node' or a"
-        ):
+        with pytest.raises(ValueError, match="Expected shard to be 'all', 'node' or a"):
             ZeROStrategy(shard=shard)  # type: ignore[arg-type]

@@ -1,0 +1,148 @@
+"""The oracle fails when it should: ranks, scripts, and comparisons of numbers."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.oracle.forks import SHARED
+from tests.oracle.launch import ScriptError, is_running, run_script
+from tests.oracle.parity import distance_in_ulps
+from tests.oracle.projects import Trace
+from tests.oracle.ranks import Pool, RankError
+from tests.oracle.sharded import require_same
+
+
+def fail_alone() -> None:
+    dist.barrier()
+    print(f"rank {dist.get_rank()} was here")
+    if dist.get_rank() == 1:
+        assert sum([1, 2]) == dist.get_world_size() + 5
+    dist.barrier()
+
+
+def sleep_alone() -> None:
+    time.sleep(600.0 * (1 - dist.get_rank()))
+
+
+def die() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fall_out_of_step() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def draw() -> tuple[int, Any]:
+    """Leave something behind, and return what a call begins with."""
+    found = os.environ.get("LEFT_BEHIND"), torch.get_default_dtype(), torch.rand(1).item()
+    os.environ["LEFT_BEHIND"] = "1"
+    torch.set_default_dtype(torch.float64)
+    return os.getpid(), found
+
+
+FAILURES: list[tuple[Callable[[], None], float, tuple[str, ...]]] = [
+    (
+        fail_alone,
+        300.0,
+        (
+            "--- rank 1 raised", r"assert 3 == \(2 \+ 5\)", "rank 1 was here",
+            "--- rank 0 hangs: no answer within 1 s of the first failure", "in barrier",
+        ),
+    ),
+    (sleep_alone, 5.0, ("rank 0 of 2 failed", "--- rank 0 hangs: no answer", "in sleep_alone")),
+    (die, 300.0, ("rank 1 died with SIGKILL",)),
+    (fall_out_of_step, 300.0, ("returned, but the ranks are out of step after it",)),
+]  # fmt: skip
+
+
+def test_ranks_that_fail_say_where_and_are_replaced() -> None:
+    pool = Pool(2, grace=1.0)
+    for function, timeout, texts in FAILURES:
+        first, second = pool.run(draw), pool.run(draw)
+        assert first == second
+        assert first[0][1] == first[1][1] == (None, torch.float32, first[0][1][2])
+        with pytest.raises(RankError) as caught:
+            pool.run(function, timeout=timeout)
+        for text in texts:
+            assert re.search(text, str(caught.value)), str(caught.value)
+        for pid, _ in first:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+    pool.kill()
+
+
+NESTED = """
+import os, signal, subprocess, sys, threading, time
+code = "import time\\ndef sleeping():\\n    time.sleep(600)\\nsleeping()"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+print("pids", child.pid, flush=True)
+time.sleep(600)
+"""
+RANKS = """
+import os, signal, threading, time
+from tests.oracle.launch import MARK
+from tests.oracle.ranks import Pool
+del os.environ[MARK]  # by which they would be found and killed
+pool, idle = Pool(1), Pool(1)
+print("pids", pool.run(os.getpid)[0], idle.run(os.getpid)[0], flush=True)
+threading.Thread(target=pool.run, args=(time.sleep, 60.0), daemon=True).start()
+time.sleep(0.3)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def require_gone(message: str) -> None:
+    found = re.search(r"^pids ([\d ]+)$", message, re.MULTILINE)
+    assert found, message
+    deadline = time.monotonic() + 120.0
+    while any(is_running(int(pid)) for pid in found[1].split()):
+        assert time.monotonic() < deadline, "a process outlived the one that started it"
+        time.sleep(0.05)
+
+
+def test_scripts_end_in_time_with_all_that_they_have_started() -> None:
+    for seconds in (1, 5, 60):  # the shortest in which the child comes to sleep
+        with pytest.raises(ScriptError, match=f"did not end within {seconds} s") as caught:
+            run_script(NESTED, launcher="plain", timeout=float(seconds))
+        if "in sleeping" in str(caught.value):
+            break
+    assert "in sleeping" in str(caught.value)
+    require_gone(str(caught.value))
+    # The servers that this process shares, if it does, or new ones would import everything.
+    env = {name: os.environ[name] for name in [SHARED] if name in os.environ}
+    with pytest.raises(ScriptError, match="ended with code -9") as caught:
+        run_script(RANKS, env=env)
+    require_gone(str(caught.value))
+
+
+def test_disagreement_is_named() -> None:
+    one, two = (Trace({"a": torch.ones(3), "b": torch.ones(2)}, losses=[0.5]) for _ in range(2))
+    require_same(two, one)
+    two.params["b"][1] *= 1.001
+    with pytest.raises(AssertionError, match=r"^b is off by .* ulps"):
+        require_same(two, one)
+    two.params["b"][1] = torch.nan
+    with pytest.raises(AssertionError, match="b is off by inf ulps"):
+        require_same(two, one, ulps=1e9)
+    two.params["b"][1], two.losses = 1.0, [0.6]
+    with pytest.raises(AssertionError, match="losses are"):
+        require_same(two, one)
+    target, eps = torch.tensor([1.0, 2.0**-20]), torch.finfo(torch.float32).eps
+    assert distance_in_ulps(target.clone(), target) == 0
+    assert distance_in_ulps(target + torch.tensor([0, eps]), target) == 1
+    assert distance_in_ulps(torch.tensor([7]), torch.tensor([8])) == math.inf
+    overflow = torch.tensor([math.inf, 1.0])
+    assert distance_in_ulps(torch.tensor([math.inf, 1 + eps]), overflow) == 1
+    assert distance_in_ulps(torch.tensor([-math.inf, 1.0]), overflow) == math.inf
