@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_zero import ZeROPrecision, ZeROStrategy, fabric
 from lightning_zero.plan import CURES
+from tests.oracle.eight_bits import quantize
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, make_trainer, rows
 from tests.oracle.ranks import Pools
@@ -53,6 +54,21 @@ class Lazy(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.LazyLinear(6)
+
+
+class TrainedInEightBits(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        quantize(self.head, is_frozen=False)
+
+
+class UnfrozenInEightBits(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        quantize(self.head)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.head.weight.requires_grad_(True)
 
 
 class Twice(Regression):
@@ -126,6 +142,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # Modules and optimizers.
     "empty": (fit(Empty, units="auto"), V, "Empty has no parameters, so there is nothing to shard"),
     "lazy": (fit(Lazy), V, "'head.weight' is lazily initialized and has no shape yet"),
+    "eight bits": (fit(TrainedInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
+    "eight bits, unfrozen": (fit(UnfrozenInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "hoarder": (fit(lambda: Regression(optimizer=Hoarder)), V, "Hoarder keeps views of parameters outside of"),
     "twice": (fit(Twice), V, r"'?head.weight'? appears in more than one param group of SGD"),
     "recomputed": (fit(activation_checkpointing={nn.LSTM}), V, "activation_checkpointing=LSTM.* no such module"),

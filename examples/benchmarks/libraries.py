@@ -78,6 +78,48 @@ def quantised(name: str) -> Callable[[], Project]:
     return make
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank beside it."""
+
+    def __init__(self, frozen: nn.Module) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.frozen(x) + self.adapter(x))
+
+
+def adapted(change: Callable[[nn.Linear], nn.Module]) -> Callable[[], Project]:
+    """Return a project that trains adapters beside two layers, each of which is changed first."""
+
+    def make() -> Project:
+        layers = [Adapted(change(nn.Linear(64, 64))) for _ in range(2)]
+        return Project(nn.Sequential(nn.Linear(WIDTH, 64), *layers, nn.Linear(64, 4)))
+
+    return make
+
+
+def in_bits(name: str, **options: Any) -> Callable[[nn.Linear], nn.Module]:
+    """Return what replaces a layer by one of bitsandbytes, and quantises its weight."""
+
+    def change(linear: nn.Linear) -> nn.Module:
+        import bitsandbytes
+
+        made: nn.Module = getattr(bitsandbytes.nn, name)(64, 64, **options)
+        made.load_state_dict(linear.state_dict())
+        return made.to("cpu")
+
+    return change
+
+
+def float8() -> Project:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    net = convert_to_float8_training(network(), config=Float8LinearConfig(emulate=True))
+    return Project(net)
+
+
 def adam_mini() -> Project:
     from adam_mini import Adam_mini
 
@@ -461,6 +503,12 @@ PROJECTS: dict[str, tuple[str, str, Callable[[], Project]]] = {
     "adamw4bit": ("torchao", "AdamW4bit", quantised("AdamW4bit")),
     "adamwfp8": ("torchao", "AdamWFp8", quantised("AdamWFp8")),
     "bnb": ("bitsandbytes", "AdamW8bit", optimizer("bitsandbytes.optim", "AdamW8bit", lr=1e-2)),
+    "bnb4": ("bitsandbytes", "LoRA on `Linear4bit`", adapted(in_bits("Linear4bit"))),
+    "bnb8": (
+        "bitsandbytes", "LoRA on `Linear8bitLt`",
+        adapted(in_bits("Linear8bitLt", has_fp16_weights=False)),
+    ),
+    "float8": ("torchao", "`Float8Linear`, emulated", float8),
     "metric_learning": ("pytorch-metric-learning", "ArcFace loss, a miner", metric_learning),
     "ema": ("ema-pytorch", "EMA of the network", ema),
     "torch_ema": ("torch-ema", "averages swapped in at the end", torch_ema),

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm import Communicator
+from lightning_zero.tensors import unwrapped
 
 
 class BufferSync:
@@ -38,12 +42,15 @@ class BufferSync:
 
 
 @torch.no_grad()
-def broadcast_buffers(module: nn.Module, comm: Communicator) -> None:
-    """Overwrite the module's buffers with rank 0's, one message per dtype, as DDP does."""
+def broadcast_buffers(module: nn.Module, comm: Communicator, others: Iterable[Tensor] = ()) -> None:
+    """Overwrite the module's buffers, and others, with rank 0's: one message per dtype, like DDP.
+
+    Of tensors that wrap tensors, those are sent.
+    """
     if comm.mesh.size == 1 and comm.mesh.tensor is None:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in _buffers(module):
+    for buffer in itertools.chain(_buffers(module), *map(unwrapped, others)):
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])

@@ -20,6 +20,7 @@ from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Residency, Shows
+from lightning_zero.plan import check_parameter
 from lightning_zero.tensors import internals, tensors_in
 
 
@@ -111,6 +112,8 @@ class Forward:
 
     def _begin(self, *, broadcasts: bool) -> None:
         self.order_check.wait()
+        for name, parameter in self._sharded.replicated.items():
+            check_parameter(name, parameter)  # it may not be trained from now on
         self._sharded.end_touches()
         self._sharded.store_pending()
         self._step.close()

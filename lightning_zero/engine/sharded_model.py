@@ -26,7 +26,7 @@ from lightning_zero.parameters import (
     restore_class,
     settle,
 )
-from lightning_zero.plan import Settings
+from lightning_zero.plan import Settings, stays_whole, whole_tensors
 from lightning_zero.tensors import Scratch, bytes_held, internals, runs_outside
 
 
@@ -45,6 +45,7 @@ class ShardedModel:
         optimizers: The optimizers that step the pieces.
         scratch: The folder for what rests in files; ``None`` if nothing does.
         moves_nothing: Whether the user asked for an offload to the memory where all is anyway.
+        replicated: Frozen parameters that wrap tensors, by name: every rank keeps all of them.
         shown: The units whose whole masters are shown.
         compute: Makes units whole for a use in a step that computes with weights, or returns
             ``False``.
@@ -60,6 +61,7 @@ class ShardedModel:
         self.settings, asked = settings.on_device(), settings
         self.moves_nothing = self.settings.offload is not asked.offload
         self.comm = comm
+        self.replicated = {name: p for name, p in module.named_parameters() if stays_whole(p)}
         self.units: list[Unit] = []
         self.optimizers: list[Optimizer] = []
         offload = self.settings.offload
@@ -313,5 +315,5 @@ class ShardedModel:
             kinds[rows.get(member, "states")] += sum(
                 bytes_held(value) for value in tree_leaves(state) if isinstance(value, Tensor)
             )
-        kinds["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
+        kinds["buffers"] = sum(map(bytes_held, whole_tensors(self.module)))
         return dict(kinds)

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
+from lightning_zero.plan import stays_whole
+
 StrategyRegistry = _StrategyRegistry
 """The type in the signature of ``Strategy.register_strategies``."""
 BackwardSyncControl = _BackwardSyncControl
@@ -40,13 +42,16 @@ set_random_states = _set_rng_states
 
 
 def to_device_but_parameters(module: nn.Module, device: torch.device) -> None:
-    """Move buffers and metrics as ``module.to`` does, but not the parameters."""
+    """Move buffers and metrics as ``module.to`` does, but no parameters that are to be sharded."""
     for child in module.modules():
         if isinstance(child, Metric):
             child.to(device)
         for name, buffer in child._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 child._buffers[name] = buffer.to(device)
+        for name, parameter in child._parameters.items():
+            if parameter is not None and stays_whole(parameter) and parameter.device != device:
+                child._parameters[name] = nn.Parameter(parameter.to(device), requires_grad=False)
     if isinstance(module, _DeviceDtypeModuleMixin):
         _update_properties(module, device=device)  # sets `module.device`
 

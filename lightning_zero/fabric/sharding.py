@@ -121,7 +121,7 @@ class Sharding:
             offload_path=self.settings.offload_path or offload_path,
         )
         engine = Engine(module, settings, comm, **more)
-        broadcast_buffers(module, comm)
+        broadcast_buffers(module, comm, engine.sharded.replicated.values())
         return engine
 
     @classmethod

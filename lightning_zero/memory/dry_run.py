@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_zero.engine import ActivationCheckpointing, ActivationOffload
 from lightning_zero.memory.live_bytes import LiveBytes
-from lightning_zero.plan import Recipe, UnitSpec, cut_of, set_cut
+from lightning_zero.plan import Recipe, UnitSpec, cut_of, set_cut, stays_whole
 from lightning_zero.tensors import (
     HostCopies,
     Landing,
@@ -37,6 +37,7 @@ from lightning_zero.tensors import (
     Work,
     internals,
     pinned_bytes,
+    rewrapped,
     tensors_in,
 )
 
@@ -120,8 +121,8 @@ def meta_copy(
     """
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        bare = torch.empty_like(tensor, device="meta", requires_grad=False)
-        if dtype_of is not None:
+        bare = rewrapped(tensor.detach(), functools.partial(torch.empty_like, device="meta"))
+        if dtype_of is not None and not stays_whole(tensor):
             bare = bare.to(dtype_of(tensor))
         memo[id(tensor)] = bare
         if isinstance(tensor, Parameter):

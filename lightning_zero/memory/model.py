@@ -15,8 +15,8 @@ from lightning_zero.memory.dry_run import Event, Microbatch, Step, meta_copy
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
 from lightning_zero.memory.terms import KINDS, RESTING, UnitTerms, terms_of_specs
 from lightning_zero.memory.walk import Snapshot, Walk, replicated_parts
-from lightning_zero.plan import RECIPES, Medium, Offload, Settings, specify_units
-from lightning_zero.tensors import tensors_in
+from lightning_zero.plan import RECIPES, Medium, Offload, Settings, specify_units, whole_tensors
+from lightning_zero.tensors import bytes_held, tensors_in
 
 _META = torch.device("meta")
 OF_STAGE_3 = ("reshard_after_forward",)
@@ -237,7 +237,7 @@ class ModelPlan:
 
     @property
     def _buffers(self) -> int:
-        return sum(buffer.nbytes for buffer in self.module.buffers())
+        return sum(map(bytes_held, whole_tensors(self.module)))
 
     def events(self, *, is_cast: bool) -> list[Event]:
         """Return the events of a step, as in :meth:`Microbatch.events`."""

@@ -11,6 +11,8 @@ import torch
 from lightning_zero.engine import Engine
 from lightning_zero.memory.size import format_bytes
 from lightning_zero.memory.states import OptimizerStates
+from lightning_zero.plan import whole_tensors
+from lightning_zero.tensors import bytes_held
 
 
 def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
@@ -39,6 +41,9 @@ def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
         *(("optimizer", step) for step in steps),
         ("checkpoint", checkpoint),
     ]
+    if sharded.replicated:
+        kept = sum(map(bytes_held, sharded.replicated.values()))
+        rows.append(("quantized", f"{format_bytes(kept)} of frozen weights, whole on every rank"))
     if sharded.moves_nothing:
         rows.append(("offload", "none to 'cpu': the device is the host, so nothing moves"))
     return "\n".join([sharded.headline, *(f"  {name:<11} {text}" for name, text in rows)])
@@ -80,7 +85,7 @@ def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
     sharded, axis = engine.sharded, engine.comm.mesh.shard
     dtypes = {id(p): flat.plan.master.dtype for flat in sharded.flats for p in flat.parameters}
     states = OptimizerStates(sharded.optimizers if counts_states else [], dtypes=dtypes)
-    rows = Counter({"buffers": sum(buffer.nbytes for buffer in sharded.module.buffers())})
+    rows = Counter({"buffers": sum(map(bytes_held, whole_tensors(sharded.module)))})
     before = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):

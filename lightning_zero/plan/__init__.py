@@ -32,6 +32,9 @@ from lightning_zero.plan.units import (
     MIN_NUMEL,
     UnitPolicy,
     UnitSpec,
+    check_parameter,
     find_units,
     specify_units,
+    stays_whole,
+    whole_tensors,
 )

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
@@ -27,6 +27,7 @@ from lightning_zero.plan.casts import uncast_parameters
 from lightning_zero.plan.layout import Layout
 from lightning_zero.plan.plan import Medium, Plan
 from lightning_zero.plan.settings import MIN_NUMEL, Settings, UnitPolicy
+from lightning_zero.tensors import is_wrapper
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 # Modules whose forward reads the parameters of children that it never calls.
@@ -123,7 +124,8 @@ def _sizes(root: nn.Module) -> dict[nn.Module, int]:
 
     def hold(module: nn.Module) -> dict[int, int]:
         if module not in held:
-            own = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+            found = module._parameters.values()
+            own = [p for p in found if p is not None and not is_lazy(p) and not stays_whole(p)]
             held[module] = {id(parameter): parameter.numel() for parameter in own}
             for child in module.children():
                 held[module].update(hold(child))
@@ -134,7 +136,7 @@ def _sizes(root: nn.Module) -> dict[nn.Module, int]:
 
 
 def _own_numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters(recurse=False))
+    return sum(p.numel() for p in module.parameters(recurse=False) if not stays_whole(p))
 
 
 def assign_parameters(
@@ -164,6 +166,8 @@ def assign_parameters(
     assigned: dict[str, list[tuple[str, Parameter]]] = {name: [] for name in ["", *units]}
     for key, (name, parameter) in named.items():
         check_parameter(name, parameter)
+        if stays_whole(parameter):
+            continue
         assigned[_common_owner(chains[key])].append((name, parameter))
     return assigned
 
@@ -180,6 +184,19 @@ def _common_owner(chains: list[tuple[str, ...]]) -> str:
     return owner
 
 
+def stays_whole(parameter: Tensor) -> bool:
+    """Return whether a parameter is a wrapper of tensors, such as one of torchao's in 8 bits.
+
+    A flat buffer cannot hold it: if it is frozen, every rank keeps all of it, like a buffer.
+    """
+    return is_wrapper(parameter) and type(parameter.data).__name__ != "DTensor"
+
+
+def whole_tensors(module: nn.Module) -> list[Tensor]:
+    """Return what every rank keeps whole: the buffers, and parameters that wrap tensors."""
+    return [*module.buffers(), *filter(stays_whole, module.parameters())]
+
+
 def check_parameter(name: str, parameter: Any) -> None:
     """Raise a ``ValueError`` if ``parameter`` cannot lie in a flat buffer."""
     reason = None
@@ -189,6 +206,12 @@ def check_parameter(name: str, parameter: Any) -> None:
         reason = "is not a dense tensor; register it as a buffer, or make it dense"
     elif type(parameter.data).__name__ == "DTensor":
         reason = "is a DTensor, already cut; pass the plain module, or set tensor_parallel_size"
+    elif stays_whole(parameter) and parameter.requires_grad:
+        reason = (
+            f"is of class {type(parameter).__name__}, which wraps other tensors: it can be used,"
+            " not trained. Freeze it (`requires_grad_(False)`), or build the module with plain"
+            " weights (for Float8Linear, `enable_fsdp_float8_all_gather=False`)"
+        )
     if reason is not None:
         raise ValueError(f"Parameter {name!r} {reason}.")
 

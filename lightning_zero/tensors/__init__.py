@@ -34,6 +34,7 @@ from lightning_zero.tensors.nested import (
     named_tensors,
     rewrapped,
     tensors_in,
+    unwrapped,
     wrapper_of,
 )
 from lightning_zero.tensors.scratch import Scratch, StagedFile

@@ -16,6 +16,8 @@ from typing_extensions import override
 
 from lightning_zero.comm import StepTimes
 from lightning_zero.memory import AWAY_ROWS, KINDS, format_ranks, table
+from lightning_zero.plan import whole_tensors
+from lightning_zero.tensors import bytes_held
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.strategy import ZeROStrategy
 
@@ -179,7 +181,7 @@ def held_by(trainer: pl.Trainer) -> dict[str, int]:
         "weights": sum(parameter.nbytes for parameter in module.parameters()),
         "gradients": sum(grad.nbytes for grad in grads),
         "states": sum(value.nbytes for value in states),
-        "buffers": sum(buffer.nbytes for buffer in module.buffers()),
+        "buffers": sum(map(bytes_held, whole_tensors(module))),
     }
 
 

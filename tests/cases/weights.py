@@ -34,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero
+from tests.oracle.eight_bits import quantize
 from tests.oracle.play import UNUSED, Player, case, widen
 from tests.oracle.projects import WIDTH, Regression, Trace, rows
 
@@ -785,5 +786,24 @@ case(
 )
 
 
+class Quantized(Regression):
+    """A frozen body in eight bits, whose numbers DDP and every stage keep whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.net.blocks:
+            quantize(block.linear)
+
+
+case(
+    "weights in hooks",
+    Quantized,
+    "frozen_weights_in_eight_bits",
+    max_steps=3,
+    stages=(1, 2, 3),
+    precisions=("32-true", "32-true", "bf16-mixed"),
+    rests=True,
+    save_at=1,
+)
 widen("penalty", "within_profiler")
 widen("average_mean", worlds=(1, 2))
