@@ -26,7 +26,6 @@ from lightning_zero.optimizer import stepper_of
 from lightning_zero.parameters import make_distributed
 from lightning_zero.plan import (
     ARGUMENTS,
-    MIN_NUMEL,
     START_METHODS,
     Settings,
     UnitPolicy,
@@ -118,7 +117,7 @@ class ZeROStrategy(SavingStrategy):
         stage: int = 3,
         *,
         units: UnitPolicy = "auto",
-        min_num_params: int = MIN_NUMEL,
+        min_num_params: int = 65_536,
         prefetch: int = 1,
         reshard_after_forward: bool = True,
         reduce_dtype: torch.dtype | str | None = None,

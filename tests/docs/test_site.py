@@ -28,7 +28,9 @@ def pages(nav: Any) -> list[str]:
 
 def test_every_page_is_in_the_navigation() -> None:
     found = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert sorted(found) == sorted({"index.md", *(p.name for p in (ROOT / "docs").glob("*.md"))})
+    assert sorted(found) == sorted(
+        {"index.md", "results.md", *(p.name for p in (ROOT / "docs").glob("*.md"))}
+    )
 
 
 def test_every_public_name_is_in_the_reference() -> None:
