@@ -35,6 +35,7 @@ CHOOSE_ONE_HOST = {"comm/communicator"}
 SUBJECTLESS = {"utils", "util", "common", "helpers", "helper", "misc", "core", "base"}
 
 INNER = {
+    "comm.control",
     "comm.process_groups",
     "comm.shared_memory",
     "comm.transport",

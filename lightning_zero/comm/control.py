@@ -15,7 +15,10 @@ from __future__ import annotations
 import copy
 import errno
 import io
+import os
 import pickle
+import queue
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +63,8 @@ class SyncPoint(Enum):
     COMPARE = "the comparison of models, settings and optimizers"
 
 
+_AHEAD = {SyncPoint.BEGIN, SyncPoint.FORWARD}
+"""Those that are waited for later, while the device computes."""
 _CHECKSUM = 4
 _NOTICES = 2
 _HEADER = 2 * _CHECKSUM + _NOTICES
@@ -82,6 +87,7 @@ class Channel:
         capacity: Flags that a sync point has room for.
         notices: Flags of this rank that every sync point carries besides its own.
         noticed: Their maxima over the ranks, at the last sync point that was waited for.
+        works: The last hop's, kept until the next one.
     """
 
     def __init__(self, world_size: int, log: CollectiveLog, describe: Callable[[str], Any]) -> None:
@@ -89,6 +95,7 @@ class Channel:
         self.capacity = 64
         self.notices = bytearray(_NOTICES)
         self.noticed = bytes(_NOTICES) if world_size > 1 else self.notices
+        self.works: list[Any] = []
 
     @property
     def group(self) -> Any:
@@ -113,6 +120,87 @@ class Channel:
             self.log.verdict = verdict
             give_up_devices()
         raise RuntimeError(verdict)
+
+
+def hops(rank: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield to whom a rank sends what it knows, and from whom it receives, hop by hop.
+
+    Each hop doubles the number of ranks that it knows of, so ``ceil(log2(size))`` are enough, where
+    gloo's all-reduce takes ``2 * (size - 1)``. What is heard twice does not change a maximum.
+    """
+    distance = 1
+    while distance < size:
+        yield (rank + distance) % size, (rank - distance) % size
+        distance *= 2
+
+
+class _Maximum:
+    """The maximum of a message over the ranks of a group.
+
+    Args:
+        message: The message, which becomes the maximum.
+        channel: Its channel.
+        ahead: Whether a thread brings it about, so that, as with an all-reduce, the others' wait for
+            nothing that this rank does after it has begun. Otherwise :meth:`wait` does, in less
+            time.
+    """
+
+    def __init__(self, message: Tensor, channel: Channel, *, ahead: bool) -> None:
+        self._message, self._group, self._ahead = message, channel.group, ahead
+        self._works = channel.works
+        self._is_over = threading.Event()
+        self._error: BaseException | None = None
+        if ahead:
+            _hand_over(self)
+
+    def run(self) -> None:
+        """Exchange messages, hop by hop."""
+        group, self._group = self._group, None
+        message, received = self._message, torch.empty_like(self._message)
+        try:
+            for target, source in hops(group.rank(), group.size()):
+                with unseen():
+                    works = [group.recv([received], source, 0), group.send([message], target, 0)]
+                for work in works:
+                    work.wait()
+                # To free works that have just ended would take longer than the hop.
+                self._works[:] = works
+                torch.maximum(message, received, out=message)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._is_over.set()
+
+    def wait(self) -> None:
+        """Wait until the message is the maximum."""
+        if not self._ahead:
+            if _last is not None:
+                _last._is_over.wait()  # messages meet in the order in which ranks have begun them
+            self.run()
+        self._is_over.wait()
+        if self._error is not None:
+            raise self._error
+
+
+_process = 0
+_begun: queue.SimpleQueue[_Maximum] = queue.SimpleQueue()
+_last: _Maximum | None = None
+"""The last that was begun ahead."""
+
+
+def _hand_over(maximum: _Maximum) -> None:
+    """Let the thread bring a maximum about, behind those begun before."""
+    global _process, _begun, _last
+    if _process != os.getpid():
+        _process, _begun = os.getpid(), queue.SimpleQueue()
+        threading.Thread(target=_bring_about, name="zero.sync", daemon=True).start()
+    _last = maximum
+    _begun.put(maximum)
+
+
+def _bring_about() -> None:
+    while True:
+        _begun.get().run()
 
 
 class PendingSync:
@@ -142,10 +230,7 @@ class PendingSync:
         padded = bytearray(message.ljust(_HEADER + channel.capacity, b"\0"))
         self._message = torch.frombuffer(padded, dtype=torch.uint8)
         self._collective = log.begin(self._name, sync_point.value)
-        with log.explained(), unseen():
-            self._work = dist.all_reduce(
-                self._message, dist.ReduceOp.MAX, group=channel.group, async_op=True
-            )
+        self._work = _Maximum(self._message, channel, ahead=sync_point in _AHEAD)
 
     def wait(self) -> bytes:
         """Return the maximum of each flag over the ranks, once all have come.
@@ -353,6 +438,7 @@ class Control:
         All ranks must have received everything sent there.
         """
         self.watchdog.leave()
+        self.channel.works.clear()
         for other in self._separated:
             destroy(other._group)
             other._group = None

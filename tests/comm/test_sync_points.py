@@ -1,0 +1,48 @@
+"""Sync points: in how many hops all ranks know the maximum of their flags."""
+
+from __future__ import annotations
+
+from math import log2
+
+import pytest
+
+from lightning_zero.comm import Control, SyncPoint
+from lightning_zero.comm.control import hops
+from tests.oracle.ranks import Pools
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16, 24, 64, 100, 128, 256, 511, 512])
+def test_all_ranks_know_of_all_after_few_hops(size: int) -> None:
+    """Each message waits for the one before: a hop. Gloo's all-reduce takes 2 (size - 1)."""
+    known = [{rank} for rank in range(size)]
+    ways = [[*hops(rank, size)] for rank in range(size)]
+    number = len(ways[0])
+    assert number <= 2 * log2(size)
+    for hop in range(number):
+        before = [set(one) for one in known]
+        for rank, way in enumerate(ways):
+            target, source = way[hop]
+            assert ways[target][hop][1] == rank, "what one sends, the other receives"
+            known[rank] |= before[source]
+    assert all(len(one) == size for one in known)
+
+
+def _maxima(number: int) -> list[bytes]:
+    """Sync points of which every other one is begun ahead of the next, with flags of all ranks."""
+    control = Control()
+    found = []
+    for _ in range(number):
+        own = bytes([control.rank, 100 - control.rank])
+        ahead = control.call(SyncPoint.BEGIN, own)
+        found.append(control.call(SyncPoint.STEP, own).wait())
+        found.append(ahead.wait())
+    control.call(SyncPoint.BEGIN, own)  # abandoned, as after an exception: the others' still ends
+    found.append(control.call(SyncPoint.END, own).wait())
+    control.leave()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_all_ranks_get_the_maxima(ranks: Pools, world: int) -> None:
+    expected = [bytes([world - 1, 100])] * 21
+    assert ranks(world).run(_maxima, 10) == [expected] * world
