@@ -7,6 +7,9 @@ This machine simulates the hosts: each is a network namespace with one rate-limi
 process namespace, so that ranks of different hosts share no memory. That takes Linux, its commands
 ``ip``, ``tc`` and ``unshare``, and root.
 
+With ``--faults`` it reports instead how long the ranks of each host go on after another host was
+killed, or has lost its cable.
+
 Every process trains all contenders in turn, in rounds (A B C A B C), and ratios are to DDP in the
 same round. *Through the link* are the bytes per step that the kernel counts on the first host's
 interface, headers included; *by the ledger* those that ZeRO counts from its ranks to other hosts.
@@ -16,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -26,6 +31,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,9 +39,11 @@ from contenders import CONTENDERS, Contender, Job, fsdp2, zero
 from measure import Run
 from torch import nn
 
-from lightning_zero.comm import sum_of
+from lightning_zero.comm import Communicator, sum_of, towards
 from lightning_zero.engine.engine import Engine
+from lightning_zero.plan import Settings
 
+_fork = multiprocessing.get_context("fork")
 INTERFACE = "lan"
 PORT = 29511
 JOB = Job(dim=256, layers=4, heads=4, vocabulary=2048, length=64, batch=2, steps=4, warmup=1)
@@ -181,6 +189,100 @@ def work(names: list[str], job: Job, rounds: int, answer: Path) -> None:
     os._exit(0)  # gloo's threads of many groups end with the process
 
 
+# -- faults ----------------------------------------------------------------------------------------
+
+_NEW_NETWORK = 0x40000000  # CLONE_NEWNET
+
+
+def _train_on(host: str, address: str, rank: int, ranks: int, stage: int, said: Path) -> None:
+    """Train on a host, as one rank of several, until an error ends it; write down the error."""
+    with open(f"/var/run/netns/{host}") as room:
+        assert ctypes.CDLL(None).setns(room.fileno(), _NEW_NETWORK) == 0
+    os.environ["MASTER_ADDR"] = address
+    with towards(address):
+        method = f"tcp://{address}:{PORT}"
+        dist.init_process_group("gloo", init_method=method, rank=rank, world_size=ranks)
+    torch.set_num_threads(1)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    comm = Communicator(torch.device("cpu"), reads_peers=False)
+    engine = Engine(model, Settings(stage, units=(nn.Linear,)), comm)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    engine.adopt(optimizer)
+    try:
+        while True:
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            said.with_suffix(".begun").touch()
+            time.sleep(0.02)
+    except RuntimeError as error:
+        said.write_text(str(error))
+
+
+class Fault(NamedTuple):
+    """A host that is lost while ranks on all hosts train, and how."""
+
+    how: str
+    host: int
+    stage: int
+
+
+FAULTS = [Fault("kill", 1, 1), Fault("kill", 0, 3), Fault("cut", 1, 1), Fault("cut", 0, 3)]
+
+
+def suffer(fault: Fault, ranks_on_host: int, limit: float, folder: Path) -> dict[str, Any]:
+    """Lose one of two hosts; return what the others' ranks said, and seconds until they exited."""
+    number = 2 * ranks_on_host
+    with hosts(2, 0) as names:
+        processes = {}
+        for rank in range(number):
+            place = names[rank // ranks_on_host], _address(0), rank, number
+            given = *place, fault.stage, folder / str(rank)
+            processes[rank] = _fork.Process(target=_train_on, args=given)
+            processes[rank].start()
+        while not all((folder / f"{rank}.begun").exists() for rank in processes):
+            if not all(process.is_alive() for process in processes.values()):
+                raise RuntimeError("A rank ended before it trained.")
+            time.sleep(0.1)
+        lost = range(fault.host * ranks_on_host, (fault.host + 1) * ranks_on_host)
+        if fault.how == "cut":
+            _call("ip", "link", "set", f"v{fault.host}-{os.getpid()}", "nomaster")
+            lost = range(0)  # each side is left without the other
+        begin = time.monotonic()
+        for rank in lost:
+            processes.pop(rank).kill()
+        ended: dict[int, float] = {}
+        while len(ended) < len(processes) and time.monotonic() - begin < limit:
+            time.sleep(0.1)
+            for rank, process in processes.items():
+                if not process.is_alive():
+                    ended.setdefault(rank, round(time.monotonic() - begin, 1))
+        found = {}
+        for rank, process in processes.items():
+            process.kill()
+            text = folder / str(rank)
+            said = text.read_text() if text.exists() else ""
+            found[rank] = {"seconds": ended.get(rank), "said": said}
+    return {**fault._asdict(), "ranks": found}
+
+
+def suffer_all(ranks_on_host: int, limit: float) -> list[dict[str, Any]]:
+    """Lose hosts in every way, at the same time."""
+    with tempfile.TemporaryDirectory() as place:
+        cases = []
+        for number, fault in enumerate(FAULTS):
+            folder = Path(place) / str(number)
+            folder.mkdir()
+            answer = folder / "answer"
+            work = lambda *args, answer=answer: answer.write_text(json.dumps(suffer(*args)))  # noqa: E731
+            case = _fork.Process(target=work, args=(fault, ranks_on_host, limit, folder))
+            case.start()
+            cases.append((case, answer))
+        for case, _ in cases:
+            case.join()
+        return [json.loads(answer.read_text()) for _, answer in cases]
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 
@@ -226,9 +328,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="ranks on each host")
     parser.add_argument("--gbit", type=float, default=1.0, help="rate of the link; 0 for no limit")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds of patience with faults")
     for name in ("dim", "layers", "steps"):
         parser.add_argument(f"--{name}", type=int, default=getattr(JOB, name))
     options = parser.parse_args()
+    if options.faults:
+        print(json.dumps(suffer_all(options.ranks, options.limit), indent=1))
+        return
     job = dataclasses.replace(JOB, dim=options.dim, layers=options.layers, steps=options.steps)
     found = compare(
         options.only or list(contenders(options.ranks)),

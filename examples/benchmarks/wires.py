@@ -2,6 +2,7 @@
 
     python examples/benchmarks/wires.py                       # gloo, and NCCL where there are GPUs
     python examples/benchmarks/wires.py --mib 64 --rounds 50 --devices cpu --world 4
+    python examples/benchmarks/wires.py --latency 2 4 8 16    # of sync points, by ranks
 
 ``Communicator`` chooses one of three transports, and this shows why. A size is that of the whole
 tensor, of which each of N ranks has, or wants, a shard of 1/N. Ours, the chosen one marked:
@@ -41,13 +42,17 @@ from contenders import Ranks
 from measure import in_fresh_processes, joined
 from torch import Tensor
 
-from lightning_zero.comm import Extent, sum_into, sum_of
+from lightning_zero.comm import Control, Extent, SyncPoint, sum_into, sum_of
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.control import hops
 from lightning_zero.plan.layout import ALIGNMENT
 
 # torch 2.13 renamed the two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+_MEETINGS = 50
 
 
 @dataclass(frozen=True)
@@ -301,6 +306,45 @@ def work(rank: int, job: Job, port: int, answer: Path) -> None:
         settle(torch.device(job.device))
 
 
+def meet(rank: int, job: Job, port: int, answer: Path) -> None:
+    """Time sync points, and gloo's all-reduce of a message as large, in alternating rounds."""
+    with joined(rank, job, port):
+        control = Control()
+        message = torch.zeros(control.channel.capacity, dtype=torch.uint8)
+        group = control.channel.group
+        ways: dict[str, Callable[[], Any]] = {
+            "sync point": lambda: control.call(SyncPoint.STEP).wait(),
+            "all_reduce": lambda: dist.all_reduce(message, dist.ReduceOp.MAX, group=group),
+        }
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(job.warmup + job.rounds):
+            for name, way in ways.items():
+                begin = time.perf_counter()
+                for _ in range(_MEETINGS):
+                    way()
+                if number >= job.warmup:
+                    found[name].append((time.perf_counter() - begin) / _MEETINGS)
+        if rank == 0:
+            medians = {name: 1e6 * statistics.median(times) for name, times in found.items()}
+            number_of_hops = len([*hops(0, job.world)])
+            answer.write_text(json.dumps({"hops": number_of_hops, **medians}))
+        dist.barrier()
+        control.leave()
+
+
+def latency_table(worlds: list[int], rounds: int) -> str:
+    """Return a Markdown table of the times of sync points, by the number of ranks."""
+    lines = [
+        "| ranks | hops | sync point, µs | gloo's hops | its all-reduce, µs |",
+        "|---" * 5 + "|",
+    ]
+    for world in worlds:
+        row = in_fresh_processes(meet, Job(world, rounds=rounds))
+        own, gloos = row["sync point"], row["all_reduce"]
+        lines.append(f"| {world} | {row['hops']} | {own:.0f} | {2 * (world - 1)} | {gloos:.0f} |")
+    return "\n".join(lines)
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Return a Markdown table for each backend and size."""
     lines: list[str] = []
@@ -329,7 +373,12 @@ def main() -> None:
     parser.add_argument("--mib", type=float, nargs="+", default=Job.mib, help="sizes of tensors")
     parser.add_argument("--rounds", type=int, default=Job.rounds)
     parser.add_argument("--output", type=Path, help="folder for wires.json")
+    parser.add_argument("--latency", type=int, nargs="+", help="numbers of ranks at sync points")
     options = parser.parse_args()
+    if options.latency:
+        print(f"{machine.description()}, median of {options.rounds} rounds of {_MEETINGS}\n")
+        print(latency_table(options.latency, options.rounds))
+        return
     rows = []
     for device in options.devices:
         world = options.world if device == "cpu" else min(options.world, torch.cuda.device_count())

@@ -5,6 +5,7 @@ control           control plane: objects, sums, sync points, errors that all ran
 transport         data plane: the interface of all transports; messages (gloo), collectives (NCCL)
 shared_memory     transport of ranks that share one host's CPUs
 coded             transport of quantized weights and gradients
+hosts             the interface between hosts, and what tells that one is lost
 mesh              axes of ranks: shards, replicas
 tensor_parallel   torch's device mesh, parameters as DTensors, the plans of Transformers
 traffic           ledger of what was sent, and of the time of steps with offload
@@ -24,6 +25,7 @@ from lightning_zero.comm.control import (
     require_room,
     with_complements,
 )
+from lightning_zero.comm.hosts import towards
 from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.process_groups import default_group, default_world_size, enter_group
 from lightning_zero.comm.tensor_parallel import (

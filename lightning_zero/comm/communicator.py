@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zero.comm.coded import Cargo, Coded
 from lightning_zero.comm.control import Control, SyncPoint
 from lightning_zero.comm.mesh import Axis, Mesh
-from lightning_zero.comm.process_groups import is_initialized
+from lightning_zero.comm.process_groups import backend_for, is_initialized
 from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.tensor_parallel import DATA, TENSOR, device_mesh
 from lightning_zero.comm.traffic import StepTimes, Traffic
@@ -64,7 +64,7 @@ class Communicator:
         self.device = device
         is_direct = True
         if is_initialized():
-            is_direct = dist.get_backend() == "gloo" if direct is None else direct
+            is_direct = backend_for(device.type) == "gloo" if direct is None else direct
             if is_direct and dist.get_world_size() > 1 and device.type != "cpu":
                 raise ValueError(
                     f"Weights are on a device of type {device.type!r}, but the process group's"

@@ -32,11 +32,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.collective_log import CollectiveLog
+from lightning_zero.comm.hosts import Lifelines
 from lightning_zero.comm.process_groups import (
+    default_store,
     destroy,
     give_up_devices,
     group_for,
     is_initialized,
+    last_works,
     new_group_of_hosts,
 )
 from lightning_zero.comm.watchdog import GRADIENT, TOUCH, Reports, Watchdog, diverged, own_store
@@ -87,7 +90,6 @@ class Channel:
         capacity: Flags that a sync point has room for.
         notices: Flags of this rank that every sync point carries besides its own.
         noticed: Their maxima over the ranks, at the last sync point that was waited for.
-        works: The last hop's, kept until the next one.
     """
 
     def __init__(self, world_size: int, log: CollectiveLog, describe: Callable[[str], Any]) -> None:
@@ -95,7 +97,6 @@ class Channel:
         self.capacity = 64
         self.notices = bytearray(_NOTICES)
         self.noticed = bytes(_NOTICES) if world_size > 1 else self.notices
-        self.works: list[Any] = []
 
     @property
     def group(self) -> Any:
@@ -140,14 +141,12 @@ class _Maximum:
     Args:
         message: The message, which becomes the maximum.
         channel: Its channel.
-        ahead: Whether a thread brings it about, so that, as with an all-reduce, the others' wait for
-            nothing that this rank does after it has begun. Otherwise :meth:`wait` does, in less
-            time.
+        ahead: Whether a thread brings it about, so that, as with an all-reduce, the others wait for
+            nothing that this rank does after it has begun. Otherwise :meth:`wait` does, sooner.
     """
 
     def __init__(self, message: Tensor, channel: Channel, *, ahead: bool) -> None:
         self._message, self._group, self._ahead = message, channel.group, ahead
-        self._works = channel.works
         self._is_over = threading.Event()
         self._error: BaseException | None = None
         if ahead:
@@ -164,7 +163,7 @@ class _Maximum:
                 for work in works:
                     work.wait()
                 # To free works that have just ended would take longer than the hop.
-                self._works[:] = works
+                last_works[:] = works
                 torch.maximum(message, received, out=message)
         except BaseException as error:
             self._error = error
@@ -298,10 +297,14 @@ class Control:
             return
         self._watch(number := _last_number + 1)
         # A rank may have begun another control plane alone, or less far than the others.
-        _last_number = max(self.gather_objects(number))
+        lifelines = Lifelines(self.rank, default_store())
+        numbers, offers = zip(*self.gather_objects((number, lifelines.offer)), strict=True)
+        _last_number = max(numbers)
         if number != _last_number:
             self.watchdog.forget()
             self._watch(_last_number)
+        lifelines.open(offers)
+        self.watchdog.lifelines = lifelines
         # Ranks that come to different places could not make it there: some would never come, and
         # nothing ends the wait for them.
         _ = self.channel.group
@@ -438,7 +441,6 @@ class Control:
         All ranks must have received everything sent there.
         """
         self.watchdog.leave()
-        self.channel.works.clear()
         for other in self._separated:
             destroy(other._group)
             other._group = None

@@ -32,15 +32,26 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_zero.comm.hosts import towards
+
 _groups: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 """Groups, and meshes of them, by default group and purpose; weak, as a group that is referenced
 outlives its destruction."""
+
+last_works: list[Any] = []
+"""The works of the last message, which keep its group's connections open."""
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _SECONDS_TO_LET_GO = 0.05
 _MOST_CONNECTED = 128
 """Most ranks that a group of hosts connects all with all: each connection is an open file, of which
 many systems allow 1,024 to a process."""
+
+
+def default_store() -> Any:
+    """Return the store that the default group was made with."""
+    # Private, as torch gives no public access to it.
+    return dist.distributed_c10d._get_default_store()
 
 
 def is_initialized() -> bool:
@@ -91,6 +102,17 @@ def kept(purpose: str, make: Callable[[], Any]) -> Any:
     if purpose not in groups:
         groups[purpose] = make()
     return groups[purpose]
+
+
+def backend_for(device: str, group: Any = None) -> str:
+    """Return the backend of a group, by default of the default one, for a type of device.
+
+    A group may have several (``cpu:gloo,cuda:nccl``).
+    """
+    backend = dist.get_backend(group)
+    if ":" not in backend:
+        return backend
+    return dict(one.split(":") for one in backend.split(",")).get(device, "")
 
 
 def new_group_of_hosts() -> Any:
@@ -154,6 +176,7 @@ def _let_go() -> None:
     Torch (2.13) joins them without releasing it. A group that was destroyed right after its last
     message hung once in fifty times.
     """
+    last_works.clear()
     sleep(_SECONDS_TO_LET_GO)
 
 
@@ -175,9 +198,10 @@ def give_up() -> None:
     if not dist.is_initialized():
         return
     for group in _all_groups():
-        ranks = dist.get_process_group_ranks(group)
-        peer = ranks[(ranks.index(dist.get_rank()) + 1) % len(ranks)]
-        if dist.get_backend(group) == "gloo" and len(ranks) > 1:
+        if backend_for("cpu", group) != "gloo":
+            continue
+        # Of all peers, as the connection to one that has exited breaks without closing the others.
+        for peer in {*dist.get_process_group_ranks(group)} - {dist.get_rank()}:
             with contextlib.suppress(RuntimeError):
                 nobody = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=2**20)
                 assert nobody is not None
@@ -242,12 +266,15 @@ def _new_group(
     """Make a group, of all ranks by default, with the time limit of the default group."""
     # A new group would otherwise get torch's default.
     limit, options = time_limit(), None
-    if is_urgent and dist.get_backend() == "nccl":
+    is_of_hosts = backend is not None
+    if is_urgent and backend_for("cuda") == "nccl":
         # A kernel of NCCL would otherwise wait until the kernels of computation leave it room.
+        backend = "nccl"
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if limit is not None:
             options._timeout = limit
-    with contextlib.nullcontext() if backend is None else _unbound():
+    bound = _unbound() if is_of_hosts else contextlib.nullcontext()
+    with bound, towards(os.environ.get("MASTER_ADDR", "")):
         return dist.new_group(ranks, backend=backend, timeout=limit, pg_options=options)
 
 

@@ -1,11 +1,12 @@
 """A watchdog that ends a run on all ranks, with one error, when one of them cannot go on.
 
-Ranks fail in four ways, and each is found in one::
+Ranks fail in five ways, and each is found in one::
 
     a rank raises         it writes the error under `end` before it exits
     a rank is killed      its peers' connections break; the first to notice writes `end`
+    a host is lost        connections to it do not break, but those of `hosts` end after a while
     ranks come to         each message of a sync point begins with a checksum of what its rank has
-    different sync points done since the last; all ranks compare it there (`sync_points`)
+    different sync points done since the last; all ranks compare it there (`control`)
     ranks wait for        each writes where it waits under `place`; whoever reads a deadlock
     different collectives writes `end`
 
@@ -62,6 +63,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm import process_groups
 from lightning_zero.comm.collective_log import CollectiveLog
+from lightning_zero.comm.hosts import Lifelines, ending_when_silent
 
 OVER = "over"
 """The note under ``end`` of a host that exits after a run that went well."""
@@ -162,9 +164,9 @@ def own_store() -> Any:
     """Return a separate connection to the store: one blocked by a wait serves no other request."""
     world = dist.group.WORLD
     if world not in _stores:
-        # Private, as torch has no public access to the store that it was started with.
-        store = dist.distributed_c10d._get_default_store()
-        _stores[world] = store.clone() if hasattr(store, "clone") else store
+        store = process_groups.default_store()
+        with ending_when_silent():
+            _stores[world] = store.clone() if hasattr(store, "clone") else store
     return _stores[world]
 
 
@@ -271,10 +273,14 @@ class Watchdog:
     Args:
         collectives: The log of this rank.
         reports: The ranks' notes; without them nothing is watched.
+
+    Attributes:
+        lifelines: The connections that end with a lost host.
     """
 
     def __init__(self, collectives: CollectiveLog, reports: Reports | None = None) -> None:
         self._log, self._reports = collectives, reports
+        self.lifelines: Lifelines | None = None
         self._ended_at: float | None = None
         # The owner may be collected as garbage, and leave, at any place of any thread, also while
         # that thread looks: it may then hold this lock, and may hold those of logging.
@@ -364,6 +370,8 @@ class Watchdog:
         with self._mutex:
             if self._reports is not None and not self._has_left:
                 self._leave(self._reports)
+            if self.lifelines is not None:
+                self.lifelines.close()
 
     def _leave(self, reports: Reports) -> None:
         self._has_left = True
@@ -394,6 +402,8 @@ class Watchdog:
 
     def _look(self, reports: Reports) -> str:
         """Look, and return the error that ends the run if it is this rank that has proven it."""
+        if self.lifelines is not None and (gone := self.lifelines.lost()):
+            return reports.publish(gone)
         if end := reports.end:
             if end != OVER:
                 self._log.verdict, self._ended_at = end, monotonic()
@@ -422,6 +432,14 @@ class Watchdog:
         elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
             self._suspects = {}
         return ""
+
+    def cut_off(self) -> None:
+        """End the run on this rank, as the host of the store, which is rank 0's, is lost."""
+        self._has_left = True  # and asks for nothing more
+        if self.lifelines is not None and not self._log.verdict:
+            self._log.verdict = self.lifelines.lost_with(0)
+            log.error("%s", self._log.verdict)
+        self._ended_at = monotonic()
 
     def _obey(self) -> None:
         """Make this rank's waits raise, also those that the log does not know."""
@@ -526,6 +544,9 @@ def _look_at_all() -> None:
         try:
             watchdog.look()
         except Exception as error:
+            if "timed out" in str(error):
+                watchdog.cut_off()
+                continue
             # Usually the process that hosts the store has exited, and training with it.
             level = logging.DEBUG if isinstance(error, RuntimeError) else logging.ERROR
             log.log(level, "Ranks are no longer watched: %s", error)

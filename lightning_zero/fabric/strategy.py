@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, end_at_exit
+from lightning_zero.comm import Communicator, end_at_exit, towards
 from lightning_zero.engine import Engine, piece_among
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
@@ -117,7 +117,9 @@ class ZeROStrategy(SavingStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
+        assert self.cluster_environment is not None
+        with towards(self.cluster_environment.main_address):
+            super().setup_environment()
         end_at_exit()
         # When the strategy goes, as Fabric has no teardown. What an exception ends leaves at exit.
         weakref.finalize(self, _leave, self.engines).atexit = False

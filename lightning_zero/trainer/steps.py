@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import StepTimes, Traffic, end_at_exit, enter_group, process_groups
+from lightning_zero.comm import (
+    StepTimes,
+    Traffic,
+    end_at_exit,
+    enter_group,
+    process_groups,
+    towards,
+)
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import Sharding
 from lightning_zero.optimizer import follow
@@ -160,9 +167,11 @@ class SteppingStrategy(Sharding, DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            self._enter_group()
-        super().setup_distributed()
+        assert self.cluster_environment is not None
+        with towards(self.cluster_environment.main_address):
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                self._enter_group()
+            super().setup_distributed()
         end_at_exit()
 
     def _enter_group(self) -> None:

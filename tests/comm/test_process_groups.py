@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,15 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm import Communicator, Control, SyncPoint, process_groups, transport
+from lightning_zero.comm import (
+    Communicator,
+    Control,
+    SyncPoint,
+    hosts,
+    process_groups,
+    towards,
+    transport,
+)
 from lightning_zero.comm.process_groups import destroy, group_for, new_group_of_hosts
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, make_trainer, rows, wired
@@ -91,8 +100,9 @@ class Options:
         self._timeout = timedelta(minutes=10)
 
 
+@pytest.mark.parametrize("name", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_weights_and_gradients_go_before_computation_and_keep_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     """Of the default group, whatever the name of its device."""
     made: list[dict[str, Any]] = []
@@ -105,7 +115,7 @@ def test_weights_and_gradients_go_before_computation_and_keep_the_time_limit(
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: default)
-        monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+        monkeypatch.setattr(dist, "get_backend", lambda group=None: name)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), False)
         monkeypatch.setattr(dist, "new_group", lambda *_, **options: made.append(options))
         group_for("weights", is_urgent=True)
@@ -116,7 +126,30 @@ def test_weights_and_gradients_go_before_computation_and_keep_the_time_limit(
     urgent, other = made
     assert urgent["pg_options"].is_high_priority_stream
     assert urgent["pg_options"]._timeout == urgent["timeout"] == other["timeout"] == limit
+    assert urgent["backend"] == "nccl"
     assert other["pg_options"] is None
+
+
+def test_gloo_connects_ranks_by_the_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "GLOO_SOCKET_IFNAME"
+    monkeypatch.delenv(variable, raising=False)
+    assert hosts._interface_of(hosts._own_address("127.0.0.1")) == "lo"
+    with towards("127.0.0.1"):
+        assert variable not in os.environ, "one host: gloo's own choice"
+    monkeypatch.setattr(hosts, "_own_address", lambda _: "10.0.0.7")
+    monkeypatch.setattr(hosts, "_interface_of", {"10.0.0.7": "ib0"}.get)
+    with towards("node0"):
+        assert os.environ[variable] == "ib0"
+    assert variable not in os.environ
+    failure = "[third_party/gloo/gloo/transport/tcp/pair.cc:1] connect: timed out"
+    with (
+        pytest.raises(RuntimeError, match=f"by 'ib0', .* to node0. Set {variable}"),
+        towards("node0"),
+    ):
+        raise RuntimeError(failure)
+    monkeypatch.setenv(variable, "eth1")
+    with towards("node0"):
+        assert os.environ[variable] == "eth1"
 
 
 def lacks_a_verb() -> None:
