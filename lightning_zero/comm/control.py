@@ -155,7 +155,7 @@ class _Maximum:
     def run(self) -> None:
         """Exchange messages, hop by hop."""
         group, self._group = self._group, None
-        message, received = self._message, torch.empty_like(self._message)
+        message, received = self._message, self._message.clone()
         try:
             for target, source in hops(group.rank(), group.size()):
                 with unseen():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,59 +20,13 @@ from lightning_zero.comm import (
     shared_memory,
     sum_of,
 )
-from lightning_zero.comm.shared_memory import Address, Window
+from lightning_zero.comm.shared_memory import Window
 from lightning_zero.engine import Engine
 from lightning_zero.parameters import FlatParameters
 from lightning_zero.plan import Settings
-from tests.oracle.models import MODELS
-from tests.oracle.parity import share
-from tests.oracle.projects import WAYS
 from tests.oracle.ranks import Pools, RankError
 
 CPU = torch.device("cpu")
-
-
-def _train(way: str, stage: int, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, int], bool]:
-    comm = Communicator(CPU, **WAYS[way])
-    case = MODELS["transformer"]
-    model = case.build()
-    engine = Engine(model, Settings(stage=stage, units=lambda m: "Block" in type(m).__name__), comm)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    engine.adopt(optimizer)
-    for step in range(steps):
-        rank, world = comm.control.rank, comm.control.world_size
-        batch = share(case.batch(4 * world, step), rank, world)
-        optimizer.zero_grad()
-        case.loss(model, batch).backward()
-        optimizer.step()
-    sizes = [
-        4 * flat.layout.numel for unit in engine.sharded.units for flat in unit.flat_parameters
-    ]
-    memory = {**engine.sharded.memory(), "largest": max(sizes)}
-    engine.close()
-    return [p.detach() for p in model.parameters()], memory, comm.transport.reads_peers
-
-
-def _all_ways(stage: int) -> dict[str, Any]:
-    return {way: _train(way, stage) for way in WAYS}
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_all_ways_give_the_same_bits(ranks: Pools, world: int) -> None:
-    for stage in (1, 2, 3):
-        for answer in ranks(world).run(partial(_all_ways, stage)):
-            expected, memory, has_windows = answer["windows"]
-            assert has_windows == (world > 1)
-            # Reduce buffers in windows stay from step to step: two or three of the largest unit.
-            kept = memory["unreduced"]
-            assert 0 < kept <= 3 * memory["largest"] if has_windows else kept == 0
-            for way in ("point to point", "backend"):
-                values, same_memory, shares = answer[way]
-                assert not shares
-                assert same_memory == {**memory, "unreduced": 0}
-                # Two summands have one order; a backend may add three in another.
-                tolerance = {"rtol": 0, "atol": 0} if world < 3 or way != "backend" else {}
-                torch.testing.assert_close(values, expected, **tolerance)
 
 
 def _num_files() -> int:
@@ -183,22 +136,6 @@ def test_a_buffer_is_reused_only_when_all_have_read_it(ranks: Pools) -> None:
         assert different == 3
         assert held == 3 * 128 * 4
         assert after == 0
-
-
-def test_a_window_is_shared_memory() -> None:
-    own = Window.create(64, world_size=2)
-    own.view(16, torch.float32).fill_(3.0)
-    other = Window.open(own.address, world_size=2)
-    assert other.view(16, torch.float32).tolist() == [3.0] * 16
-    other.readers[1] = 1
-    own.num_published = 1
-    assert own.is_read_by_all(owner=0)
-    assert own.touched_bytes == 64
-
-
-def test_a_window_of_nobody_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="on another host or has exited"):
-        Window.open(Address(os.getpid(), 987654, 1, 64, 0), world_size=2)
 
 
 def _reduce_with_a_rank_that_has_ended() -> None:

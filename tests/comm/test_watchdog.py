@@ -14,7 +14,7 @@ from pytest_mock import MockerFixture
 
 from lightning_zero.comm import Control, SyncPoint, process_groups, watchdog
 from lightning_zero.comm import control as control_module
-from lightning_zero.comm.watchdog import Report, are_stuck, stays
+from lightning_zero.comm.watchdog import Report, are_stuck
 from tests.oracle.launch import run_script
 from tests.oracle.ranks import Pools, RankError, impatient
 
@@ -56,13 +56,6 @@ def queued(name: str, number: int, **begun: int) -> Report:
 )
 def test_when_ranks_are_stuck(everyone: list[Report], is_proven: bool) -> None:
     assert are_stuck(dict(enumerate(everyone))) is is_proven
-
-
-def test_two_looks_later() -> None:
-    before = at("a", 1, wait=5, look=3)
-    assert not stays(before, at("a", 1, wait=5, look=4))
-    assert stays(before, at("a", 1, wait=5, look=5))
-    assert not stays(before, at("a", 1, wait=6, look=9))
 
 
 # ---------------------------------------------------------------------------- the end of a run
@@ -221,21 +214,6 @@ def test_all_are_watched(ranks: Pools, how: Any) -> None:
     assert str(error.value).count("The ranks have diverged") >= 2
 
 
-def _collect_garbage_meanwhile() -> int:
-    control = Control()
-    with mock.patch.object(gc, "disable") as disable:
-        if control.rank:
-            time.sleep(1.0)
-        control.call(SyncPoint.STEP).wait()
-    control.leave()
-    return disable.call_count
-
-
-def test_a_watchdog_lets_the_garbage_collector_run(ranks: Pools) -> None:
-    with mock.patch.object(watchdog, "PATIENCE", 0.0):
-        assert ranks(2).run(_collect_garbage_meanwhile) == [0, 0]
-
-
 # ---------------------------------------------------------------------------- the exit
 
 SHORT = """
@@ -286,12 +264,6 @@ except ArithmeticError:
 def test_nothing_asks_for_the_store_of_a_process_that_has_exited() -> None:
     """Torch would write its C++ stack to stderr."""
     assert "[c10d]" not in run_script(SHORT, 3.0, fresh=True).output
-
-
-@pytest.mark.slow
-def test_a_hundred_short_runs_write_nothing_to_stderr() -> None:
-    for _ in range(100):
-        assert "[c10d]" not in run_script(SHORT, 0.0, fresh=True).output
 
 
 @pytest.mark.parametrize(

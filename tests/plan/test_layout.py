@@ -55,15 +55,6 @@ def test_pieces_cover_every_parameter_once(world: int) -> None:
             assert elements == list(range(slot.numel))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_shards_are_equal_and_in_the_order_of_ranks(world: int) -> None:
-    layout = build([(7, 13), (13,), ()], world)
-    shards = [layout.shard(rank) for rank in range(world)]
-    assert [stop - start for start, stop in shards] == [layout.shard_numel] * world
-    assert [start for start, _ in shards] == [rank * layout.shard_numel for rank in range(world)]
-    assert shards[-1][1] == layout.numel
-
-
 def test_a_slot_keeps_what_its_parameter_was() -> None:
     layout = Layout.build([("conv", (5, 3, 3, 3), (27, 1, 9, 3)), ("gain", (), ())], 2)
     conv, gain = layout.slots
