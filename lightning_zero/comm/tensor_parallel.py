@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -103,18 +104,6 @@ def unwrapped(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]
     return part, wrap
 
 
-def _get(name: str, parameter: Any) -> Any:
-    return getattr(parameter, name)
-
-
-def _set(name: str, parameter: Any, value: Any) -> None:
-    setattr(parameter, name, value)
-
-
-def _call(name: str, parameter: Any, *args: Any, **kwargs: Any) -> Any:
-    return getattr(parameter, name)(*args, **kwargs)
-
-
 class _LentDTensor(DTensor):
     """A DTensor on the memory of a parameter, which is released after the step.
 
@@ -163,15 +152,17 @@ class _ReadDTensor(_LentDTensor):
 
 
 _OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
+    **{getattr(Tensor, name).__get__: operator.attrgetter(name) for name in ("grad", "is_leaf")},
     **{
-        getattr(Tensor, name).__get__: functools.partial(_get, name) for name in ("grad", "is_leaf")
-    },
-    **{
-        getattr(Tensor, name).__set__: functools.partial(_set, name)
+        getattr(Tensor, name).__set__: lambda parameter, value, name=name: setattr(
+            parameter, name, value
+        )
         for name in ("grad", "requires_grad", "data")
     },
     **{
-        getattr(Tensor, name): functools.partial(_call, name)
+        getattr(Tensor, name): lambda parameter, *args, name=name, **kwargs: getattr(
+            parameter, name
+        )(*args, **kwargs)
         for name in ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook")
     },
 }

@@ -55,34 +55,17 @@ class StepTimes(NamedTuple):
         """Return the sum of both."""
         return StepTimes(*map(operator.add, self, other))
 
-    @property
-    def read_speed(self) -> float:
-        """Bytes read per second of reading."""
-        return _ratio(self.bytes_read, self.reading)
-
-    @property
-    def write_speed(self) -> float:
-        """Bytes written per second of writing."""
-        return _ratio(self.bytes_written, self.writing)
-
-    @property
-    def stepping_share(self) -> float:
-        """The share of the time spent in the optimizer's steps."""
-        return _ratio(self.stepping, self.seconds)
-
-    @property
-    def waiting_share(self) -> float:
-        """The share of the time that the optimizer waited for files."""
-        return _ratio(self.waiting, self.seconds)
-
     def describe(self) -> str:
-        """Return the shares and speeds in one line."""
+        """Return the shares of the time, and the speeds of files, in one line."""
+        stepping, waiting = (_ratio(part, self.seconds) for part in (self.stepping, self.waiting))
+        read = _ratio(self.bytes_read, self.reading) / 1e9
+        written = _ratio(self.bytes_written, self.writing) / 1e9
         files = (
-            f", {self.waiting_share:.0%} waiting for files (read at"
-            f" {self.read_speed / 1e9:.2f} GB/s, written at {self.write_speed / 1e9:.2f} GB/s)"
+            f", {waiting:.0%} waiting for files (read at {read:.2f} GB/s, written at"
+            f" {written:.2f} GB/s)"
         )
         return (
-            f"{self.stepping_share:.0%} of the time was spent in optimizer steps on the host"
+            f"{stepping:.0%} of the time was spent in optimizer steps on the host"
             f"{files if self.reading or self.writing else ''}."
         )
 

@@ -62,22 +62,17 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert pause < times.waiting <= times.stepping <= times.seconds
         # From one end of a step to the next, each within its span.
         assert now[0] - before[1] <= times.seconds <= now[1] - before[0]
-        for verb, nbytes, speed, spent in (
-            ("read", times.bytes_read, times.read_speed, times.reading),
-            ("write", times.bytes_written, times.write_speed, times.writing),
-        ):
+        for verb, nbytes in (("read", times.bytes_read), ("write", times.bytes_written)):
             assert nbytes == engine.comm.traffic["optimizer", verb].bytes > 0
-            assert speed * spent == pytest.approx(nbytes)
-        assert times.waiting_share < times.stepping_share < 1
     ledger = engine.comm.transport.ledger
     assert ledger.total_times == others[0].plus(others[1])
-    text = ledger.total_times.describe()
-    assert f"{ledger.total_times.waiting_share:.0%} waiting for files" in text
+    total, text = ledger.total_times, ledger.total_times.describe()
+    assert f"{total.waiting / total.seconds:.0%} waiting for files" in text
 
 
 def test_steps_on_a_host_take_time_and_no_files() -> None:
     assert run(2)[1] == [StepTimes()] * 2  # without offload there are none
-    assert (StepTimes().read_speed, StepTimes().waiting_share) == (0, 0)
+    assert StepTimes().describe().startswith("0% of the time was spent")
     with beside_the_host():
         _, (_, times), _ = run(2, offload=Offload.of_stage(3, "cpu"))
     assert 0 < times.stepping < times.seconds
