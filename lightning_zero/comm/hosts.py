@@ -164,10 +164,16 @@ class Lifelines:
                 connection.settimeout(1.0)
                 self._connections[int.from_bytes(connection.recv(4), "big")] = connection
         for rank, connection in [*self._connections.items()]:
-            if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                self._connections.pop(rank).close()
-                if error in _SILENT:
+            try:
+                connection.settimeout(0.0)
+                connection.recv(1)  # nothing is sent: it has closed the connection
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                if error.errno in _SILENT:
+                    self._connections.pop(rank).close()
                     return self.lost_with(rank)
+            self._connections.pop(rank).close()
         return ""
 
     def lost_with(self, rank: int) -> str:
