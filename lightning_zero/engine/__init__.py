@@ -10,10 +10,9 @@ step                      the phases of a step
 forward, backward         the event handlers of its two halves
 backward_events           calls of a unit's forward, and the autograd events of their backward
 module_hook               hooks on modules and parameters, safe to copy and to compile
-schedule                  the order in which units are needed, and prefetching
+schedule                  the order in which units are needed, prefetching, and `join`
 reduction_order           one order of reductions on all ranks
 rank_check                models, settings and optimizers that must be equal on all ranks
-join_context              forwards in which ranks may run different units
 buffers                   broadcasts of the module's buffers from rank 0
 materialize               models built on the meta device
 activation_checkpointing  activations recomputed in backward

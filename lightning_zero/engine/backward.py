@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_zero.engine.backward_events import Call, Events, too_late, weakly
-from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.reduction_order import ReductionOrder
 from lightning_zero.engine.replicated_gradients import require_equal_gradients
 from lightning_zero.engine.schedule import Prefetcher
@@ -38,13 +37,11 @@ class Backward:
         sharded: ShardedModel,
         step: Step,
         prefetcher: Prefetcher,
-        join: Join,
     ) -> None:
         self._sharded = sharded
         self._units = sharded.units
         self._step = step
         self._prefetcher = prefetcher
-        self._join = join
         self._order = ReductionOrder(sharded)
         self.syncs = True
         # Whether gradients have been compared within tensor-parallel groups, once.
@@ -99,7 +96,7 @@ class Backward:
         self.begin()
         weights = [self._units[index].weights for index in indices]
         for each in weights:
-            if each.rest:
+            if each.rests:
                 each.unshard()
         for each in weights:
             each.wait()
@@ -110,7 +107,7 @@ class Backward:
             return
         if self._step.is_closed:
             raise too_late()
-        if self._join.is_open:
+        if self._prefetcher.is_joined:
             raise RuntimeError(
                 "A backward pass began within `lightning_zero.join`, where ranks may run different"
                 " units. Gradients can be averaged only if all ranks run the same units. Call"
@@ -140,7 +137,7 @@ class Backward:
 
     def _on_outputs_grad(self, call: Call, _: Any) -> None:
         """Make a unit whole for its backward."""
-        unit = self._units[call.unit]
+        unit = self._units[call[0]]
         self.begin()
         unit.calls.in_backward.add(call)
         self._prefetcher.need(unit, is_backward=True)
@@ -151,7 +148,7 @@ class Backward:
 
     def _on_inputs_grad(self, call: Call, _: Any = None) -> None:
         """Reshard a unit after its backward."""
-        unit = self._units[call.unit]
+        unit = self._units[call[0]]
         if call in unit.calls.running:
             return  # its forward is still running, and computes gradients of its own inputs
         unit.calls.end_backward(call)
@@ -165,15 +162,16 @@ class Backward:
 
     def _on_leaf_inputs_grad(self, call: Call) -> None:
         """End the backward of a call whose inputs are leaves, if the unit's gradients are there."""
-        unit = self._units[call.unit]
+        unit = self._units[call[0]]
         unit.calls.end_backward(call, is_certain=False)
         if unit.gradients.are_complete and not unit.calls.awaited:
             self._on_inputs_grad(call)
 
     def on_grad(self, unit: Unit, index: int, _: Tensor) -> None:
         """Take a parameter's gradient; the last one of a unit may start its reduction."""
-        if not unit.gradients.parameters[index].requires_grad:
-            return  # frozen since its forward: torch calls the hook without a gradient
+        with internals.as_plain_tensors():
+            if not unit.gradients.parameters[index].requires_grad:
+                return  # frozen since its forward: torch calls the hook without a gradient
         if not self._takes or self._pass() is None:
             if self._step.phase is Phase.IDLE and not unit.weights.is_gathered:
                 self._refuse_graph(unit)

@@ -11,6 +11,7 @@ module.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -22,17 +23,10 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.tensors import internals, outside, tensors_in
 
 
-class Call:
-    """One call of a unit's forward.
+Call = tuple[int, int]
+"""One call of a unit's forward: the unit's index, and a number. No object: a graph holds it."""
 
-    Attributes:
-        unit: The unit's index: a graph holds the call, and would keep the unit itself alive.
-    """
-
-    __slots__ = ("unit",)
-
-    def __init__(self, unit: int) -> None:
-        self.unit = unit
+_numbers = itertools.count()
 
 
 class Events(NamedTuple):
@@ -74,7 +68,7 @@ class Calls:
     def begin(self, arguments: Any, events: Events) -> None:
         """Begin a forward, and hook the gradients of the inputs among its ``arguments``."""
         self.have_run = True
-        call = Call(self._unit)
+        call = self._unit, next(_numbers)
         self.running.append(call)
         for inputs in _inputs(arguments) if arguments else ():
             self.awaited.add(call)

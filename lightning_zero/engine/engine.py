@@ -30,7 +30,6 @@ from lightning_zero.engine.activation_checkpointing import ActivationCheckpointi
 from lightning_zero.engine.activation_offload import ActivationOffload
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.forward import Forward
-from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.module_hook import Hooks
 from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.schedule import Prefetcher
@@ -96,16 +95,15 @@ class Engine:
         self.sharded = sharded = ShardedModel(module, settings, comm)
         self.steps: list[str] = []
         self._step = Step(sharded.units, self.reset)
-        self._join = Join(sharded)
-        self._prefetcher = Prefetcher(sharded, self._join)
-        parts = (sharded, self._step, self._prefetcher, self._join)
+        self._prefetcher = Prefetcher(sharded)
+        parts = (sharded, self._step, self._prefetcher)
         self._backward = Backward(*parts)
         self._hooks = Hooks(sharded.units, self._backward.on_grad)
         self._forward = Forward(*parts, self._backward, self._hooks)
         sharded.compute = self._forward.compute
         sharded.shown.is_within_step = self._forward.is_within_step
         self._forward.hook_modules()
-        self._step.close()
+        self._step.end_units()
         self._wrapped = self._wrap_units()
         _engines.append(weakref.ref(self, _engines.remove))
 
@@ -165,13 +163,11 @@ class Engine:
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Enter a context, without gradients, in which ranks may run different units, or none."""
-        if self._join.is_open:
+        if self._prefetcher.is_joined:
             yield
             return
         self.sharded.end_touches()
-        # What one rank runs here does not predict what all ranks need next.
-        separate = self._prefetcher.separate() if self._join.must_ask else contextlib.nullcontext()
-        with self._join.opened(), separate:
+        with self._prefetcher.joined():
             yield
 
     # -- the optimizer ---------------------------------------------------------------------------
@@ -303,7 +299,7 @@ class Engine:
     def reset(self) -> None:
         """Drop a step that an exception ended, so that the next one starts clean."""
         self._step.interrupt()
-        self._join.abandon()
+        self._prefetcher.leave_join()
         self._forward.abandon()
         self._backward.abandon()
         self._prefetcher.forget()
@@ -313,7 +309,7 @@ class Engine:
         self.comm.host_copies.abandon()
         for transport in self.comm.transports.values():
             transport.release_scratch()
-        self._step.close()
+        self._step.end_units()
 
     def close(self, *, restore: bool = True) -> None:
         """Remove the hooks and, with ``restore``, make the module an ordinary one again.

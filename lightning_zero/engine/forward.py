@@ -13,7 +13,6 @@ from lightning_zero.comm import Pending, PendingSync, SyncPoint
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.backward_events import with_grad
 from lightning_zero.engine.buffers import BufferSync
-from lightning_zero.engine.join_context import Join
 from lightning_zero.engine.module_hook import Hook, Hooks
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
@@ -38,14 +37,12 @@ class Forward:
         sharded: ShardedModel,
         step: Step,
         prefetcher: Prefetcher,
-        join: Join,
         backward: Backward,
         hooks: Hooks,
     ) -> None:
         self._sharded = sharded
         self._step = step
         self._prefetcher = prefetcher
-        self._join = join
         self._backward = backward
         self._hooks = hooks
         # Only the order of gathers may tell one unit's weights from another's. A backward pass has
@@ -116,7 +113,7 @@ class Forward:
             check_parameter(name, parameter)  # it may not be trained from now on
         self._sharded.end_touches()
         self._sharded.store_pending()
-        self._step.close()
+        self._step.begin()
         units, root = self._sharded.units, self._sharded.root
         for unit in units:
             unit.calls.have_run = False
@@ -132,7 +129,7 @@ class Forward:
             if is_there or unit.is_inlined:
                 weights.show_in_step(is_inlined=True)
         root.weights.show_in_step()
-        if broadcasts and not self._join.is_open:
+        if broadcasts and not self._prefetcher.is_joined:
             self.buffers.begin()
 
     def leave(self, outputs: Any, *, awaits_backward: bool = True) -> None:
@@ -156,7 +153,7 @@ class Forward:
         tracked = with_grad(outputs) if torch.is_grad_enabled() else []
         if not tracked:
             self._step.close()
-            if self._checks_order and not self._join.asks:
+            if self._checks_order and not self._prefetcher.asks:
                 self.order_check.wait()
                 self.order_check = self._sharded.comm.control.call(SyncPoint.FORWARD)
             return
@@ -193,7 +190,8 @@ class Forward:
                 continue
             unit.weights.wait()
             if is_backward and not computes:
-                unit.weights.expose()
+                for flat in unit.flat_parameters:
+                    flat.expose(0)
         return True
 
     def abandon(self) -> None:
@@ -269,15 +267,19 @@ class Forward:
         wants_grad = unit.calls.end(tracked, self._backward.events)
         if internals.in_backward():
             return
-        if wants_grad:
-            unit.weights.note_graph()
-        for tensor in outputs:
-            # The module may have returned a view of its weights, which outlives the call.
-            unit.weights.pin_if_viewed(tensor)
-        stays = wants_grad and not self._sharded.settings.reshard_after_forward
-        if not (stays or self._prefetcher.schedule.comes_next(unit.index)):
-            unit.weights.reshard()
-        unit.weights.end_forward()
+        weights = unit.weights
+        if wants_grad and weights.is_cast:
+            for flat in unit.flat_parameters:
+                flat.is_recorded = True
+        if weights.gives_back:
+            for tensor in outputs:
+                # The module may have returned a view of its weights, which outlives the call.
+                weights.pin_if_viewed(tensor)
+            stays = wants_grad and not self._sharded.settings.reshard_after_forward
+            if not (stays or self._prefetcher.comes_next(unit)):
+                weights.reshard()
+        if weights.needs_ranks and weights.shows is Shows.WEIGHTS and not weights.stays_shown:
+            weights.guard()
         if self._step.leave():
             self._end(output)
 

@@ -25,6 +25,7 @@ class Gradients:
     Attributes:
         parameters: The unit's parameters; callers refer to one by its index here.
         wants: For each parameter, whether it wants a gradient in this backward pass.
+        are_all_wanted: Whether every parameter wants one.
         are_complete: Whether all that want a gradient got one in this backward pass.
     """
 
@@ -32,8 +33,7 @@ class Gradients:
         self.label = label
         self.parameters = [parameter for flat in flats for parameter in flat.parameters]
         self.wants: list[bool] = []
-        self.are_complete = True
-        self._flats = flats
+        self.are_complete, self.are_all_wanted = True, False
         self._groups = [flat.gradients for flat in flats]
         self._first_tag = first_tag
         self._places = [(g, place) for g in self._groups for place in range(len(g.pieces))]
@@ -44,19 +44,10 @@ class Gradients:
         """Begin to take the gradients of a backward pass, which are averaged over ``reach``."""
         for group in self._groups:
             group.expect(reach)
-        self.wants = [parameter.requires_grad for parameter in self.parameters]
+        self.wants = [wants for group in self._groups for wants in group.wants]
+        self.are_all_wanted = bool(self.wants) and False not in self.wants
         self._missing = set(itertools.compress(itertools.count(), self.wants))
         self.are_complete = not self._missing
-
-    @property
-    def is_wanted(self) -> bool:
-        """Return whether any parameter wants a gradient in this backward pass."""
-        return True in self.wants
-
-    @property
-    def are_all_wanted(self) -> bool:
-        """Return whether every parameter wants a gradient in this backward pass."""
-        return bool(self.wants) and False not in self.wants
 
     def take(self, index: int) -> bool:
         """Take the gradient that autograd just finished; return whether all are there now."""
@@ -69,21 +60,26 @@ class Gradients:
     @property
     def are_pending(self) -> bool:
         """Return whether a gradient has arrived that is not reduced, or only within its copy."""
-        return True in [group.awaits_copies or True in group.filled for group in self._groups]
+        for group in self._groups:
+            if True in group.filled or group.awaits_copies:
+                return True
+        return False
 
     @span("reduce")
     def reduce(self) -> None:
         """Start to average the arrived gradients over the ranks."""
-        self.finish()
-        for tag, flat in enumerate(self._flats, self._first_tag):
-            wants = True in [parameter.requires_grad for parameter in flat.parameters]
-            if wants or flat.gradients.awaits_copies:
-                self._finishes.append(flat.gradients.reduce(self.label, tag))
+        if self._finishes:
+            self.finish()
+        for tag, group in enumerate(self._groups, self._first_tag):
+            if True in group.wants or group.awaits_copies:
+                self._finishes.append(group.reduce(self.label, tag))
 
+    @span("finish_reduce")
     def finish(self) -> None:
         """Finish the reductions that were started."""
-        if self._finishes:
-            self._finish()
+        finishes, self._finishes = self._finishes, []
+        for finish in finishes:
+            finish()
 
     def wait_for_copies(self) -> None:
         """Wait until sums over the copies have arrived, if they are under way."""
@@ -95,16 +91,13 @@ class Gradients:
         for group in reversed(self._groups):
             group.wait()
 
-    @span("finish_reduce")
-    def _finish(self) -> None:
-        finishes, self._finishes = self._finishes, []
-        for finish in finishes:
-            finish()
-
     @property
     def held(self) -> list[bool]:
         """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
-        return [has_grad for group in self._groups for has_grad in group.has_grads]
+        held: list[bool] = []
+        for group in self._groups:
+            held += group.has_grads
+        return held
 
     def install(self, held: Iterator[bool]) -> None:
         """Show optimizer and user the reduced gradients that any rank holds.

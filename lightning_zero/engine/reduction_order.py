@@ -77,7 +77,9 @@ class ReductionOrder:
             has_turn = maxima[ChangeCheck.NUM_FLAGS :]
             self._change_check.compare(maxima[: ChangeCheck.NUM_FLAGS], self._work.exchange)
             self._left = [
-                unit for unit in self._order if has_turn[unit.index] and unit.gradients.is_wanted
+                unit
+                for unit in self._order
+                if has_turn[unit.index] and True in unit.gradients.wants
             ]
         return self._left
 

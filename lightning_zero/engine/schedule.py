@@ -1,9 +1,13 @@
-"""The order in which units are needed, and prefetching.
+"""The order in which units are needed, and the gathers that follow from it.
 
 Each step's needs are recorded, and the last record predicts this step's: after each need comes what
 followed it last time. A step that diverges (a branch, another data loader) finds its place again at
 the next need that follows in the record; until then the prediction stays the same. A wrong
 prediction costs a useless gather, never a wrong result.
+
+Within `join`, ranks may run different units, or none at all, but a gather needs every rank. A rank
+that needs a resting unit therefore asks the others, and all gather it together, each between two
+modules of its own; a rank that has reached the end keeps helping until all have.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_zero.engine.join_context import Join
+import torch
+
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import Residency, Shows
+from lightning_zero.engine.weights import Shows
 
 
 class Need(NamedTuple):
@@ -52,11 +57,6 @@ class Schedule:
         """Return the next ``count`` needs, as far as they can be predicted."""
         return self._last[self._place + 1 : self._place + 1 + count]
 
-    def comes_next(self, unit: int) -> bool:
-        """Return whether ``unit`` is predicted to be needed next."""
-        place = self._place + 1
-        return place < len(self._last) and self._last[place].unit == unit
-
     def units_in_forward(self) -> list[int]:
         """Return the units of this step's forward, in the order in which they ran."""
         return [need.unit for need in self._now if not need.is_backward]
@@ -69,13 +69,15 @@ class Prefetcher:
         schedule: The order in which this step needs units. Steps with and without gradients have
             one each.
         last_backward: The unit that was needed last, if it was for its backward.
+        is_joined: Whether `join` was entered.
+        asks: Whether a gather must be asked for now.
     """
 
-    def __init__(self, sharded: ShardedModel, join: Join) -> None:
+    def __init__(self, sharded: ShardedModel) -> None:
         self.last_backward: Unit | None = None
+        self.is_joined = self.asks = False
         self._sharded, self._units = sharded, sharded.units
-        self._join = join
-        self._count = sharded.settings.prefetch
+        self._count = sharded.settings.prefetch if sharded.gives_weights_back else 0
         self.forget()
 
     def forget(self) -> None:
@@ -83,65 +85,83 @@ class Prefetcher:
         self._with_grad, self._without_grad = Schedule(), Schedule()
         self.schedule = self._with_grad
 
-    @contextlib.contextmanager
-    def separate(self) -> Iterator[None]:
-        """Enter a context with schedules of its own, which predict nothing outside of it."""
-        before = self._with_grad, self._without_grad, self.schedule
-        self.forget()
-        try:
-            yield
-        finally:
-            self._with_grad, self._without_grad, self.schedule = before
-
     def begin_step(self, *, with_grad: bool) -> None:
         """Choose the schedule of a step."""
-        self.schedule = self._with_grad if with_grad else self._without_grad
-        self.schedule.begin()
+        if not self.asks:
+            self.schedule = self._with_grad if with_grad else self._without_grad
+            self.schedule.begin()
 
     def units_in_forward(self) -> list[int]:
         """Return the units of the last forward with gradients, in the order in which they ran."""
         return self._with_grad.units_in_forward()
 
+    def comes_next(self, unit: Unit) -> bool:
+        """Return whether ``unit`` is predicted to be needed next."""
+        ahead = self.schedule.ahead(1)
+        return bool(ahead) and ahead[0].unit == unit.index and not self.asks
+
     def need(self, unit: Unit, *, is_backward: bool) -> None:
         """Make a unit whole, and prefetch those that are needed after it."""
-        self.schedule.record(Need(unit.index, is_backward))
-        if self._join.asks:
-            self._join.ask_for(unit)
-        weights, released = unit.weights, []
-        if weights.shows is Shows.MASTERS:
-            self._sharded.shown.hide([unit.weights])
-        # As `weights.rest`, without a call.
-        if weights.residency is Residency.RELEASED and weights.shows is Shows.GUARD:
-            released.append(unit)
+        if not self.asks:
+            # What one rank runs in a join does not predict what all ranks need next.
+            self.schedule.record(Need(unit.index, is_backward))
+        self.unshard(unit)
         before, self.last_backward = self.last_backward, unit if is_backward else None
-        if before is None or before is unit or not before.will_reshard:
-            released += self._released_ahead(unit)
+        if self._count and (before is None or before is unit or not before.will_reshard):
+            self.prefetch()
         # Otherwise the unit whose backward just ended is still whole: the gradients of its inputs
         # are those of this unit's outputs, and this event comes first. Prefetching now would hold
         # one more unit; it starts in a moment, when that one is resharded.
-        for one in released:
-            one.weights.unshard()
-        weights.wait()
+        unit.weights.wait()
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather a resting unit; in a join, together with ranks that do not need it."""
-        if unit.weights.shows is Shows.MASTERS:
-            self._sharded.shown.hide([unit.weights])
-        if self._join.asks:
-            self._join.ask_for(unit)
-        if unit.weights.rest:
-            unit.weights.unshard()
+        weights = unit.weights
+        if weights.shows is Shows.MASTERS:
+            self._sharded.shown.hide([weights])
+        if weights.rests:
+            if self.asks:
+                self._gather_together(unit)
+            else:
+                weights.unshard()
 
     def prefetch(self) -> None:
-        """Start to gather the units that are needed next."""
-        for unit in self._released_ahead():
-            unit.weights.unshard()
+        """Start to gather the released units that are needed next."""
+        for need in () if self.asks else self.schedule.ahead(self._count):
+            weights = self._units[need.unit].weights
+            if weights.rests:
+                weights.unshard()
 
-    def _released_ahead(self, needed: Unit | None = None) -> list[Unit]:
-        """Return the released units but the ``needed`` one that come next, each once."""
-        found: list[Unit] = []
-        for need in () if self._join.asks else self.schedule.ahead(self._count):
-            unit = self._units[need.unit]
-            if unit is not needed and unit not in found and unit.weights.rest:
-                found.append(unit)
-        return found
+    @contextlib.contextmanager
+    def joined(self) -> Iterator[None]:
+        """Enter the context of `join`; its end waits for all ranks."""
+        sharded, self.is_joined = self._sharded, True
+        try:
+            # Nothing is asked for where nothing rests.
+            if sharded.gives_weights_back and sharded.comm.transport.gathers_together:
+                for unit in self._units:
+                    unit.weights.wait()
+                self.asks = True
+            yield
+            if self.asks:
+                self._gather_together(None)
+        finally:
+            self.leave_join()
+
+    def leave_join(self) -> None:
+        """Leave the context of `join` without waiting for the others."""
+        self.is_joined = self.asks = False
+
+    @torch.no_grad()
+    def _gather_together(self, wanted: Unit | None) -> None:
+        """Gather what ranks want until this one has ``wanted`` or, without it, all are done."""
+        while True:
+            index = -1 if wanted is None else wanted.index
+            asked = set(self._sharded.comm.control.gather_objects(index))
+            for unit in (self._units[index] for index in sorted(asked - {-1})):
+                was_resting = unit.weights.rests
+                unit.weights.gather_again()
+                if was_resting and unit is not wanted:
+                    unit.weights.reshard()
+            if wanted is not None or asked == {-1}:
+                return

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.comm import Communicator, SyncPoint, parameter_behind
 from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import UnitBuilder
-from lightning_zero.engine.weights import Residency, ShownMasters, Shows
+from lightning_zero.engine.weights import ShownMasters
 from lightning_zero.optimizer import kept_states
 from lightning_zero.parameters import (
     FlatParameters,
@@ -139,11 +139,11 @@ class ShardedModel:
     @runs_outside
     def keep_edits(self) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks; hide touched units."""
-        edited = [unit.weights for unit in self.units if unit.weights.is_edited]
+        edited = [flat for unit in self.units for flat in unit.weights.edited()]
         if edited:
             with self.comm.write_access(SyncPoint.EDIT):
-                for weights in edited:
-                    weights.store_edits()
+                for flat in edited:
+                    flat.store_edits()
         self.shown.hide()
         self.store_pending()
 
@@ -180,9 +180,8 @@ class ShardedModel:
     def refresh(self, units: Iterable[Unit], *, only_stepped: bool = False) -> None:
         """Bring whole weights up to date with masters that have changed, on all ranks."""
         for unit in units:
-            weights = unit.weights  # as `weights.rest`, without a call
-            if weights.residency is not Residency.RELEASED or weights.shows is not Shows.GUARD:
-                weights.refresh(only_stepped=only_stepped)
+            if not unit.weights.rests:
+                unit.weights.refresh(only_stepped=only_stepped)
         if self._peers_read_weights:
             # Weights must not be edited before all ranks have read them.
             self.comm.fence(SyncPoint.REFRESH)

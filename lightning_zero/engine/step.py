@@ -96,7 +96,6 @@ class Step:
         self.is_inside = True
         if self._depth > 1 or self.phase is Phase.BACKWARD:
             return False
-        self.phase = Phase.FORWARD
         if self.lifetime is Lifetime.INTERRUPTED:
             self.lifetime = Lifetime.OPEN
         return True
@@ -130,12 +129,23 @@ class Step:
         self.phase = Phase.FORWARD if self.is_inside else Phase.AWAITS_BACKWARD
         return not self.is_inside
 
+    def begin(self) -> None:
+        """Begin a step, once the one before has ended."""
+        if self.phase is not Phase.IDLE and not self.keeps_graph:
+            self.end_units()
+        self.phase = Phase.FORWARD
+
     def close(self) -> None:
-        """End the step, if no graph needs it any more, and reshard what it held."""
+        """End the step, if one is under way that no graph needs any more."""
+        if self.phase is Phase.IDLE:
+            return
         if not self.is_inside:
             self.phase = Phase.AWAITS_BACKWARD if self.keeps_graph else Phase.IDLE
-        if self.keeps_graph:
-            return
+        if not self.keeps_graph:
+            self.end_units()
+
+    def end_units(self) -> None:
+        """Reshard what the step held."""
         for unit in self._units:
             unit.weights.end_step()
 

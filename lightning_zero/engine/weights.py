@@ -90,7 +90,7 @@ class Weights:
         self.has_pending = False
 
     @property
-    def rest(self) -> bool:
+    def rests(self) -> bool:
         """Return whether a use of the parameters needs a gather."""
         return self.residency is Residency.RELEASED and self.shows is Shows.GUARD
 
@@ -102,7 +102,9 @@ class Weights:
         self._works = []
         for tag, flat in enumerate(self._flats, self._first_tag):
             if not only_stepped or flat.may_be_stepped:
-                self._works.append(flat.gather(self.label, tag))
+                flat.weight.allocate()
+                out = flat.weight.tensor
+                self._works.append(flat.store.gather_weights(out, unit=self.label, tag=tag))
         self.residency = Residency.IN_FLIGHT
 
     def refresh(self, *, only_stepped: bool = False) -> None:
@@ -157,19 +159,18 @@ class Weights:
             return
         if self.shows is Shows.MASTERS:
             return
-        if any(flat.is_held for flat in self._flats):
-            self.is_pinned = True
-            self.guard()
-            return
+        for flat in self._flats:
+            if flat.is_held:
+                self.is_pinned = True
+                self.guard()
+                return
         self._release(may_be_shared=not torch.is_grad_enabled())
 
-    def _release(self, *, may_be_shared: bool) -> None:
-        self.wait()
-        self.keep_edits()
-        self._released(may_be_shared=may_be_shared)
-
     @span("reshard")
-    def _released(self, *, may_be_shared: bool) -> None:
+    def _release(self, *, may_be_shared: bool) -> None:
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+        self.keep_edits()
         for flat in self._flats:
             flat.release(may_be_shared=may_be_shared)
         self.residency, self.shows = Residency.RELEASED, Shows.GUARD
@@ -200,20 +201,9 @@ class Weights:
         if self.residency is Residency.IN_FLIGHT:
             self._end_unshard()
         if self.shows is Shows.GUARD:
-            assert not self.rest, f"{self.label} is shown but was not unsharded"
             self.shows = Shows.WEIGHTS
             for flat in self._flats:
                 flat.show()
-
-    def expose(self) -> None:
-        """Note that code may change the weights where they are."""
-        for flat in self._flats:
-            flat.expose(0)
-
-    def note_graph(self) -> None:
-        """Note that a graph has saved the weights."""
-        for flat in self._flats:
-            flat.is_recorded = True
 
     def require_no_pending(self, flats: Sequence[FlatParameters] | None = None) -> None:
         """Raise if a forward would not see changes that a backward pass must not have seen."""
@@ -244,34 +234,24 @@ class Weights:
             flat.guard()
         self.shows = Shows.GUARD
 
-    def end_forward(self) -> None:
-        """Guard weights that stay whole after their module has run."""
-        if self.shows is Shows.WEIGHTS and self.needs_ranks and not self.stays_shown:
-            self.guard()
+    def edited(self, flats: Sequence[FlatParameters] | None = None) -> list[FlatParameters]:
+        """Return the groups whose whole weights may have users' changes that the masters lack."""
+        if self.residency is not Residency.WHOLE:
+            return []
+        candidates = self._flats if flats is None else flats
+        found = []
+        for flat in candidates:
+            if flat not in self._shown and flat.may_be_edited:
+                found.append(flat)
+        return found
 
     def keep_edits(self, flats: Sequence[FlatParameters] | None = None) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks."""
-        if self.residency is not Residency.WHOLE:
-            return
-        candidates = self._flats if flats is None else flats
-        edited = [f for f in candidates if f not in self._shown and f.may_be_edited]
+        edited = self.edited(flats)
         if edited:
             with self._flats[0].store.comm.write_access(SyncPoint.EDIT):
                 for flat in edited:
                     flat.store_edits()
-
-    @property
-    def is_edited(self) -> bool:
-        """Return whether whole weights may have changes by users that the masters lack."""
-        if self.residency is not Residency.WHOLE:
-            return False
-        return True in [f not in self._shown and f.may_be_edited for f in self._flats]
-
-    def store_edits(self) -> None:
-        """Copy this rank's part of users' changes to the masters; within write access."""
-        for flat in self._flats:
-            if flat not in self._shown and flat.may_be_edited:
-                flat.store_edits()
 
     # -- masters ---------------------------------------------------------------------------------
 
@@ -327,7 +307,8 @@ class Weights:
         for flat in self._shown:
             if is_whole and flat in stored and flat.is_cast and flat.pending is None:
                 tag = self._first_tag + self._flats.index(flat)
-                flat.gather(self.label, tag).wait()
+                out = flat.weight.tensor
+                flat.store.gather_weights(out, unit=self.label, tag=tag).wait()
             flat.hide_masters(are_whole=is_whole)
         self.has_pending = any(flat.pending is not None for flat in self._flats)
         self._shown, self.shows = [], Shows.GUARD

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -130,8 +130,9 @@ class FlatParameters:
         self.is_recorded = False
         # Whether the weights are shown throughout a step.
         self.stays_shown = False
-        self._versions: list[int] = []
-        self._forget()
+        # What was handed out of whole weights, and what was exposed of gathered masters.
+        self._handed_out: list[weakref.ref[Tensor]] = []
+        self._bytes: dict[int, Tensor] = {}
         self.point_at_weights()
 
     def _made_placeholders(self) -> list[Tensor]:
@@ -187,29 +188,23 @@ class FlatParameters:
             pieces.append(piece)
         return pieces
 
-    def gather(self, unit: str, tag: int) -> Work:
-        """Start to make the weights whole from every rank's master."""
-        self.weight.allocate()
-        return self.store.gather_weights(self.weight.tensor, unit=unit, tag=tag)
-
-    def point_at_weights(self, *, is_new: bool = True) -> None:
-        """Point the parameters, guarded, at whole weights; with ``is_new`` they hold no edits."""
+    def point_at_weights(self) -> None:
+        """Point the parameters, guarded, at whole weights that hold no edits."""
         self._point(self._guarded, self.weight.views)
-        self.is_guarded = True
-        if is_new:
-            self._watch()
+        self._watch()
 
     def rest(self) -> None:
         """Point the parameters, guarded, at placeholders."""
-        self._forget()
+        self._is_exposed = False
+        self._handed_out, self._bytes = [], {}
         self._point(self._guarded, self._placeholders)
-        self.is_guarded = True
 
     def _point(self, classes: Sequence[type], values: Sequence[Tensor]) -> None:
         with internals.as_plain_tensors():
             for parameter, cls, data in zip(self.parameters, classes, values, strict=True):
                 properties.SET_DATA(parameter, data)
                 parameter.__class__ = cls
+        self.is_guarded = classes is self._guarded
 
     @property
     def classes(self) -> list[tuple[type, type]]:
@@ -268,14 +263,9 @@ class FlatParameters:
 
     def _watch(self) -> None:
         """Watch for changes of what the parameters point at, from now on."""
-        self._versions = list(map(internals.version_of, self.parameters))
+        with internals.as_plain_tensors():
+            self._versions = list(map(internals.version_of, self.parameters))
         self._is_exposed = False
-
-    def _forget(self) -> None:
-        self._is_exposed = False
-        # What was handed out of whole weights, and what was exposed of gathered masters.
-        self._handed_out: list[weakref.ref[Tensor]] = []
-        self._bytes: dict[int, Tensor] = {}
 
     def expose(self, index: int, *, is_plain: bool = False) -> None:
         """Note that parameter ``index`` may be changed without its version counter.
@@ -300,7 +290,7 @@ class FlatParameters:
     @property
     def is_held(self) -> bool:
         """Return whether somebody has the data of a parameter in the memory of whole weights."""
-        return any(ref() is not None for ref in self._handed_out)
+        return bool(self._handed_out) and any(ref() is not None for ref in self._handed_out)
 
     def _current(self, index: int) -> Tensor:
         """Return the data of parameter ``index``, wherever it is."""
@@ -321,13 +311,13 @@ class FlatParameters:
     @property
     def may_be_edited(self) -> bool:
         """Return whether users may have changed whole weights; the same on every rank."""
-        if self._moved(self.weight.views):
-            return True
-        if not self.plan.rests_apart or not self._versions:
-            return False
-        return self._is_exposed or self._versions != list(
-            map(internals.version_of, self.parameters)
-        )
+        with internals.as_plain_tensors():
+            own, views = self.parameters, self.weight.views
+            if list(map(Tensor.data_ptr, own)) != list(map(Tensor.data_ptr, views)):
+                return True
+            if not self.plan.rests_apart:
+                return False
+            return self._is_exposed or self._versions != list(map(internals.version_of, own))
 
     @torch.no_grad()
     def store_edits(self) -> None:
@@ -420,10 +410,10 @@ class FlatParameters:
         """
         with lasting_tensors():
             values = [own_storage(view) for view in whole.views]
-        versions = list(map(internals.version_of, self.parameters))
+        with internals.as_plain_tensors():
+            versions = list(map(internals.version_of, self.parameters))
         self._bytes = {}
         self._point(self._guarded if stay_guarded else self._readable, values)
-        self.is_guarded = stay_guarded
         references = list(map(_references, self.parameters, values))
         self.masters = Masters(whole, values, versions, references, are_whole, is_gathered)
 
@@ -553,15 +543,15 @@ class FlatParameters:
         if stepped:
             self._note_change(stepped)
 
-    def _note_change(self, indices: Iterable[int]) -> None:
+    def _note_change(self, indices: Sequence[int]) -> None:
         """Let autograd refuse graphs that have saved parameters which were changed since.
 
         Under DDP the parameters themselves are changed, which autograd sees.
         """
-        indices = [*indices]
         torch.autograd.graph.increment_version([self.parameters[index] for index in indices])
-        known = [self._versions] if self._versions else []
-        known += [] if self.masters is None else [self.masters.versions]
+        known = (
+            [self._versions] if self.masters is None else [self._versions, self.masters.versions]
+        )
         for versions in known:
             for index in indices:
                 versions[index] += 1
@@ -596,7 +586,6 @@ class FlatParameters:
                 piece.data = self.master[piece.range.in_shard]
             self.weight = self.store.weights()
             self.weight.release()
-            self._forget()
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now, by kind; see ``ShardedModel.memory``."""

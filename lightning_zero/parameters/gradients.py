@@ -75,6 +75,7 @@ class FlatGradients:
         store: Where gradients rest.
         partial: The unreduced gradients and a view of each; ``None`` while there are none.
         filled: For each parameter, whether its gradient is, or will be, in :attr:`partial`.
+        wants: For each parameter, whether it wants a gradient in this backward pass.
         used: For each parameter, whether a gradient came since gradients were last installed.
         reach: Of the last backward pass.
         is_new: Whether no optimizer has begun a step since.
@@ -92,9 +93,8 @@ class FlatGradients:
     ) -> None:
         self.pieces, self.store, self.assemble = pieces, store, assemble
         self.partial: tuple[ReduceBuffer, list[Tensor]] | None = None
-        self.filled = [False] * len(pieces)
-        self.used = [False] * len(pieces)
-        self.averaged = [False] * len(pieces)
+        self.wants: list[bool] = []
+        self.filled, self.used, self.averaged = ([False] * len(pieces) for _ in range(3))
         self.reach, self.is_new = Reach.ALL, True
         self.shows_own = False
         self.of_copy: set[int] = set()
@@ -143,14 +143,16 @@ class FlatGradients:
             # Shown as they are until a later reduction, or added to such: the shard is divided.
             self._divisor = 1
         self.reach, self.shows_own, self.is_new = reach, False, True
+        self.wants = [piece.parameter.requires_grad for piece in self.pieces]
 
     def take(self, index: int, parameter: Tensor) -> None:
         """Take the gradient that autograd has just finished, to be moved to the partial buffer."""
-        grad = _SLOT.__get__(parameter)
-        if grad is None:  # an autograd function returned none: zeros, as under DDP
-            grad = torch.zeros_like(parameter)
-        else:
-            _SLOT.__set__(parameter, None)
+        with internals.as_plain_tensors():
+            grad = _SLOT.__get__(parameter)
+            if grad is None:  # an autograd function returned none: zeros, as under DDP
+                grad = torch.zeros_like(parameter)
+            else:
+                _SLOT.__set__(parameter, None)
         if grad.requires_grad:
             # From a backward with create_graph. `no_grad` would cost more than all the rest.
             grad = grad.detach()
@@ -247,8 +249,9 @@ class FlatGradients:
         The average is ``scale`` times ``reduced``, or if it ``sums``, times the sum of ``reduced``
         over the copies.
         """
-        # From this same pass, if some gradients came after their unit's reduction.
-        self.wait()
+        if self._fresh is not None:
+            # From this same pass: some gradients came after their unit's reduction.
+            self.wait()
         store, earlier = self.store, self._earlier()
 
         def sum_up(total: Tensor) -> Work:

@@ -60,6 +60,7 @@ class Store:
         masters: This rank's shard of the masters, and those of peers that are read.
         gather: Makes shards whole, without loss.
         reduce: Sums gradients within a copy, and leaves this rank its shard.
+        has_copies: Whether other ranks hold the same shard.
     """
 
     def __init__(
@@ -85,13 +86,9 @@ class Store:
         self._gather_weights = comm.coded(comm.transport, plan.gather_bits, Cargo.WEIGHTS).gather
         self.reduce = comm.coded(comm.transport, plan.reduce_bits, Cargo.GRADIENTS).reduce
         copies = comm.transports.get("replicate")
+        self.has_copies = copies is not None
         self._copies = copies and comm.coded(copies, plan.reduce_bits, Cargo.GRADIENTS)
         self._rest(masters)
-
-    @property
-    def has_copies(self) -> bool:
-        """Return whether other ranks hold the same shard."""
-        return self.comm.mesh.replicate.size > 1
 
     @property
     def master(self) -> Tensor:

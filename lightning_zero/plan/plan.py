@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -115,32 +116,32 @@ class Plan:
     reduce_bits: int | None = None
     stochastic_rounding: bool = False
 
-    @property
+    @cached_property
     def gives_weights_back(self) -> bool:
         """Return whether whole weights are released after use."""
         return self.weight.placement is Placement.SHARDED
 
-    @property
+    @cached_property
     def reduces_every_microbatch(self) -> bool:
         """Return whether gradients are reduced in every microbatch, not only in the last."""
         return self.grad.placement is Placement.SHARDED
 
-    @property
+    @cached_property
     def has_master(self) -> bool:
         """Return whether the master is a copy apart from the weight."""
         return (self.master.dtype, self.master.medium) != (self.weight.dtype, self.weight.medium)
 
-    @property
+    @cached_property
     def rests_apart(self) -> bool:
         """Return whether masters and whole weights lie in different storages."""
         return self.has_master or self.gives_weights_back
 
-    @property
+    @cached_property
     def are_copies(self) -> bool:
         """Return whether whole weights are copies of more precise masters."""
         return self.has_master or self.gather_bits is not None
 
-    @property
+    @cached_property
     def rests_on_host(self) -> bool:
         """Return whether masters and gradients rest on the host of a device that computes."""
         return self.grad.medium is Medium.HOST
