@@ -45,7 +45,6 @@ from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import (
     Extent,
     Pending,
-    ReduceBuffer,
     Shards,
     sum_into,
     weights_of,

@@ -17,24 +17,34 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Communicator, SyncPoint, agreed, default_world_size
+from lightning_zero.comm import (
+    Communicator,
+    SyncPoint,
+    agreed,
+    default_world_size,
+    parameter_behind,
+)
 from lightning_zero.engine import rank_check
-from lightning_zero.engine.activation_checkpointing import ActivationCheckpointing
-from lightning_zero.engine.activation_offload import ActivationOffload
+from lightning_zero.engine.activations import (
+    ActivationCheckpointing,
+    ActivationOffload,
+    Replacements,
+)
 from lightning_zero.engine.backward import Backward
 from lightning_zero.engine.forward import Forward
 from lightning_zero.engine.module_hook import Hooks
-from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
-from lightning_zero.engine.step import Lifetime, Step
+from lightning_zero.engine.step import Step
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Residency
 from lightning_zero.optimizer import (
@@ -45,6 +55,7 @@ from lightning_zero.optimizer import (
     UnitStep,
     are_torn,
     batches_of,
+    clip,
     end,
     require_whole_steps,
 )
@@ -68,6 +79,7 @@ class Engine:
         comm: The ranks.
         sharded: The model in units: its parameters, pieces and bytes.
         steps: One line on each adopted optimizer: how it is stepped.
+        is_restored: Whether the run has ended and the module is an ordinary one again.
 
     Raises:
         ValueError: The module cannot be sharded as it is; the message says why.
@@ -94,6 +106,7 @@ class Engine:
             ActivationOffload.require(comm.device)
         self.sharded = sharded = ShardedModel(module, settings, comm)
         self.steps: list[str] = []
+        self.is_restored = False
         self._step = Step(sharded.units, self.reset)
         self._prefetcher = Prefetcher(sharded)
         parts = (sharded, self._step, self._prefetcher)
@@ -122,11 +135,6 @@ class Engine:
         """Return whether the run has ended and the hooks are gone."""
         return self._step.is_closed
 
-    @property
-    def is_restored(self) -> bool:
-        """Return whether the run has ended and the module is an ordinary one again."""
-        return self._step.lifetime is Lifetime.RESTORED
-
     # -- the step --------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -148,17 +156,18 @@ class Engine:
             self._step.keeps_graph = False
         self._forward.leave(outputs, awaits_backward=awaits_backward)
 
-    def prepare_backward(self, outputs: Any, *, broadcasts: bool = False) -> None:
-        """Note that a backward pass from the tensors in ``outputs`` is about to begin.
+    def broadcast_next(self) -> None:
+        """Broadcast buffers before the next forward, if one that runs now would send gradients."""
+        self._forward.buffers.is_due = self._forward.sends
 
-        With ``broadcasts`` it is one after which DDP would broadcast buffers.
-        """
-        if broadcasts:
-            self._forward.buffers.is_due = self._forward.sends
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Enter a context in which gradients of microbatches may stay local, if the plan allows."""
-        return self._backward.no_sync()
+        before, self._backward.syncs = self._backward.syncs, False
+        try:
+            yield
+        finally:
+            self._backward.syncs = before
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -166,7 +175,7 @@ class Engine:
         if self._prefetcher.is_joined:
             yield
             return
-        self.sharded.end_touches()
+        self.sharded.shown.hide()
         with self._prefetcher.joined():
             yield
 
@@ -245,7 +254,7 @@ class Engine:
             # The last step may have been another optimizer's. A backend may write this rank's part
             # as well when its gather ends, over what is stepped meanwhile.
             weights = unit.weights
-            if weights.residency is Residency.IN_FLIGHT and not weights.gives_back:
+            if weights.residency is Residency.IN_FLIGHT and not weights.reshards:
                 weights.wait()
         self.sharded.keep_edits()
         self.comm.change_masters(SyncPoint.STEP)
@@ -318,7 +327,7 @@ class Engine:
         Without it, or if a load has ended half-way, the parameters stay at rest. All ranks must
         close together, unless an exception has just ended a step.
         """
-        was_interrupted = self._step.lifetime is Lifetime.INTERRUPTED
+        was_interrupted = self._step.is_interrupted
         restore = restore and not self._step.is_torn
         if not was_interrupted:
             self._forward.order_check.wait()
@@ -336,13 +345,13 @@ class Engine:
             wrapped.remove()
         for optimizer in self.sharded.optimizers:
             end(optimizer)
-        self._step.lifetime = Lifetime.CLOSED
+        self._step.is_closed = True
         for flat in self.sharded.flats:
             flat.let_go()
         try:
             if restore:
                 self.sharded.restore()
-                self._step.lifetime = Lifetime.RESTORED
+                self.is_restored = True
         finally:
             self.comm.host_copies.close()
             for transport in self.comm.transports.values():
@@ -380,3 +389,77 @@ def engines_of(parameters: Iterable[Parameter]) -> list[tuple[Engine, list[Param
 def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
     """Return the first open engine that shards any of ``parameters``; ``None`` without one."""
     return next((engine for engine, _ in engines_of(parameters)), None)
+
+
+# -- public functions ------------------------------------------------------------------------------
+
+
+@contextmanager
+def gathered(
+    module_or_params: nn.Module | Parameter | Iterable[Parameter], *, modify: bool = False
+) -> Iterator[None]:
+    """Enter a context in which parameters are whole, in the precision of the optimizer's steps.
+
+    Args:
+        module_or_params: A module, a parameter or several; the units they are in are gathered.
+        modify: Keep rank 0's changes, on all ranks. Without it, parameters must not be changed.
+
+    Raises:
+        RuntimeError: A parameter was changed without ``modify``. Raised on all ranks.
+    """
+    with ExitStack() as contexts:
+        for engine, parameters in engines_of(_parameters(module_or_params)):
+            contexts.enter_context(engine.sharded.gathered(parameters, modify=modify))
+        yield
+
+
+@contextmanager
+def join(module: nn.Module) -> Iterator[None]:
+    """Enter a context in which ranks may run different parts of ``module`` any number of times.
+
+    For forwards without gradients whose length depends on the data, such as ``generate``. All ranks
+    must enter it; a rank that reaches the end helps the others until all have, as in
+    ``torch.distributed.algorithms.Join``.
+
+    Args:
+        module: Any module whose parameters are sharded by the same engines as those that are run.
+
+    Raises:
+        RuntimeError: A backward pass begins within.
+    """
+    with ExitStack() as contexts:
+        for engine, _ in engines_of(module.parameters()):
+            contexts.enter_context(engine.join())
+        yield
+
+
+def full_grad(parameter: Parameter) -> Tensor | None:
+    """Return the whole gradient of ``parameter``, averaged over the ranks; ``None`` without one."""
+    engine = engine_of([parameter])
+    return engine.sharded.full_grad(parameter) if engine else parameter.grad
+
+
+def grad_norm(
+    module_or_params: nn.Module | Parameter | Iterable[Parameter], norm_type: float = 2.0
+) -> Tensor:
+    """Return the total norm of the averaged gradients, a 0-d tensor."""
+    left = _parameters(module_or_params)
+    norms = []
+    for engine, own in engines_of(left):
+        pieces = [piece for piece in map(engine.sharded.piece, own) if piece is not None]
+        norms.append(clip.total_norm(pieces, engine.comm, norm_type))
+        taken = set(map(id, own))
+        left = [parameter for parameter in left if id(parameter) not in taken]
+    grads = [parameter.grad for parameter in left if parameter.grad is not None]
+    if grads or not norms:
+        norms.append(torch.nn.utils.get_total_norm(grads, norm_type))
+    if len(norms) == 1:
+        return norms[0]
+    return torch.nn.utils.get_total_norm(norms, norm_type)
+
+
+def _parameters(value: nn.Module | Parameter | Iterable[Parameter]) -> list[Parameter]:
+    if isinstance(value, nn.Module):
+        return list(value.parameters())
+    behind = parameter_behind(value)
+    return [behind] if isinstance(behind, Parameter) else list(behind)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_zero.comm import Pending, PendingSync, SyncPoint
+from lightning_zero.comm import Communicator, Pending, PendingSync, SyncPoint
 from lightning_zero.engine.backward import Backward
-from lightning_zero.engine.backward_events import with_grad
-from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.module_hook import Hook, Hooks
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.unit import Unit, with_grad
 from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.plan import check_parameter
-from lightning_zero.tensors import internals, tensors_in
+from lightning_zero.tensors import internals, tensors_in, unwrapped
 
 
 class Forward:
@@ -48,7 +47,7 @@ class Forward:
         # Only the order of gathers may tell one unit's weights from another's. A backward pass has
         # sync points of its own, which find the same differences.
         in_order = sharded.comm.transport.gathers_in_order
-        self._checks_order = sharded.gives_weights_back and in_order
+        self._checks_order = sharded.reshards and in_order
         self.order_check: PendingSync | Pending = Pending()
         # Whether a call of the module itself has entered the step and must leave it.
         self._is_called = False
@@ -60,7 +59,7 @@ class Forward:
         """Hook the modules of all units, and the children whose weights the root holds."""
         inner, root = self._sharded.units[:-1], self._sharded.root
         for unit in inner:
-            releases = unit.weights.gives_back
+            releases = unit.weights.reshards
             may_skip = None if releases else unit.inline
             before = functools.partial(self.before_unit, unit)
             self._hooks.add(
@@ -68,7 +67,7 @@ class Forward:
                 Hook(unit.module, functools.partial(self.after_unit, unit), may_skip),
                 with_kwargs=True,
             )
-        module, releases = self._sharded.module, root.weights.gives_back
+        module, releases = self._sharded.module, root.weights.reshards
         self._hooks.add(
             Hook(module, self.before_root, self._skips_enter, releases=releases),
             Hook(module, self.after_root, self._skips_leave),
@@ -89,7 +88,7 @@ class Forward:
         cast = {
             id(parameter): (flat, parameter, *classes)
             for flat in root.flat_parameters
-            if flat.is_cast
+            if flat.plan.is_cast
             for parameter, classes in zip(flat.parameters, flat.classes, strict=True)
         }
         for module in self._sharded.module.modules():
@@ -111,7 +110,7 @@ class Forward:
         self.order_check.wait()
         for name, parameter in self._sharded.replicated.items():
             check_parameter(name, parameter)  # it may not be trained from now on
-        self._sharded.end_touches()
+        self._sharded.shown.hide()
         self._sharded.store_pending()
         self._step.begin()
         units, root = self._sharded.units, self._sharded.root
@@ -138,7 +137,7 @@ class Forward:
         if self._step.leave():
             self.buffers.end(sends=awaits_backward and self.sends)
             self._end(outputs)
-        elif self._sharded.root.weights.gives_back and not internals.in_backward():
+        elif self._sharded.root.weights.reshards and not internals.in_backward():
             # The user may keep the outputs until after the step, or even the run.
             tracked = with_grad(outputs) if torch.is_grad_enabled() else []
             if tracked:
@@ -191,7 +190,7 @@ class Forward:
             unit.weights.wait()
             if is_backward and not computes:
                 for flat in unit.flat_parameters:
-                    flat.expose(0)
+                    flat.edits.is_exposed = True
         return True
 
     def abandon(self) -> None:
@@ -271,7 +270,7 @@ class Forward:
         if wants_grad and weights.is_cast:
             for flat in unit.flat_parameters:
                 flat.is_recorded = True
-        if weights.gives_back:
+        if weights.reshards:
             for tensor in outputs:
                 # The module may have returned a view of its weights, which outlives the call.
                 weights.pin_if_viewed(tensor)
@@ -286,3 +285,72 @@ class Forward:
 
 def _autocasts() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+# -- buffers ---------------------------------------------------------------------------------------
+
+
+class BufferSync:
+    """Broadcasts of buffers before the same forwards as in DDP.
+
+    DDP makes none after a forward whose gradients were not to be sent: within `no_sync`, without
+    gradients, and under manual optimization, where Lightning tells DDP to expect no backward.
+
+    Attributes:
+        is_due: Whether the next forward broadcasts.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, *, is_on: bool) -> None:
+        self._module, self._comm, self._is_on = module, comm, is_on
+        self.is_due = True
+        # Whether a forward is running that DDP would see, not just a call of a submodule.
+        self._is_counted = False
+
+    def begin(self) -> None:
+        """Begin a forward that DDP would see; called by all ranks."""
+        self._is_counted = True
+        if self._is_on and self.is_due:
+            broadcast_buffers(self._module, self._comm)
+
+    def end(self, *, sends: bool) -> None:
+        """End any forward; ``sends`` tells whether its gradients are to be sent."""
+        if self._is_counted:
+            self.is_due = sends
+        self._is_counted = False
+
+
+@torch.no_grad()
+def broadcast_buffers(module: nn.Module, comm: Communicator, others: Iterable[Tensor] = ()) -> None:
+    """Overwrite the module's buffers, and others, with rank 0's: one message per dtype, like DDP.
+
+    Of tensors that wrap tensors, those are sent.
+    """
+    if comm.mesh.size == 1 and comm.mesh.tensor is None:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in itertools.chain(_buffers(module), *map(unwrapped, others)):
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        comm.control.broadcast(flat)
+        parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
+def _buffers(module: nn.Module) -> list[Tensor]:
+    """Return the module's current buffers, in the same order on all ranks.
+
+    Faster than torch's own traversal, which nests several generators for every module.
+    """
+    buffers: dict[int, Tensor | None] = {}
+    seen: set[nn.Module | None] = {None}
+    left: list[nn.Module | None] = [module]
+    while left:
+        one = left.pop()
+        if one is not None and one not in seen:
+            seen.add(one)
+            left.extend(one._modules.values())
+            for buffer in one._buffers.values():
+                buffers[id(buffer)] = buffer
+    return [buffer for buffer in buffers.values() if buffer is not None]

@@ -42,9 +42,10 @@ class Gradients:
 
     def expect(self, reach: Reach) -> None:
         """Begin to take the gradients of a backward pass, which are averaged over ``reach``."""
+        self.wants = []
         for group in self._groups:
             group.expect(reach)
-        self.wants = [wants for group in self._groups for wants in group.wants]
+            self.wants += group.wants
         self.are_all_wanted = bool(self.wants) and False not in self.wants
         self._missing = set(itertools.compress(itertools.count(), self.wants))
         self.are_complete = not self._missing
@@ -60,10 +61,7 @@ class Gradients:
     @property
     def are_pending(self) -> bool:
         """Return whether a gradient has arrived that is not reduced, or only within its copy."""
-        for group in self._groups:
-            if True in group.filled or group.awaits_copies:
-                return True
-        return False
+        return True in [group.is_pending for group in self._groups]
 
     @span("reduce")
     def reduce(self) -> None:
@@ -71,7 +69,7 @@ class Gradients:
         if self._finishes:
             self.finish()
         for tag, group in enumerate(self._groups, self._first_tag):
-            if True in group.wants or group.awaits_copies:
+            if True in group.wants or group.is_pending:
                 self._finishes.append(group.reduce(self.label, tag))
 
     @span("finish_reduce")

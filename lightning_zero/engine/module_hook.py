@@ -72,8 +72,8 @@ class Hook:
         """Call ``function`` for ``module``, hidden from torch's compiler."""
         return self._function(module, *args, **kwargs) if module is self.module else None
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _inert, ()
+    def __reduce__(self) -> Any:
+        return functools.partial, (_do_nothing,)
 
 
 # Private: torch's public `disable` would break graphs here as well. A hook that runs on its own,
@@ -81,13 +81,8 @@ class Hook:
 skip_code(Hook.__call__.__code__)
 
 
-def _inert() -> Callable[..., None]:
-    """Return what replaces a hook in a copy."""
-    return _do_nothing
-
-
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+    """Replace a hook in a copy."""
 
 
 class Hooks:

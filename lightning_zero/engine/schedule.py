@@ -77,7 +77,7 @@ class Prefetcher:
         self.last_backward: Unit | None = None
         self.is_joined = self.asks = False
         self._sharded, self._units = sharded, sharded.units
-        self._count = sharded.settings.prefetch if sharded.gives_weights_back else 0
+        self._count = sharded.settings.prefetch if sharded.reshards else 0
         self.forget()
 
     def forget(self) -> None:
@@ -138,7 +138,7 @@ class Prefetcher:
         sharded, self.is_joined = self._sharded, True
         try:
             # Nothing is asked for where nothing rests.
-            if sharded.gives_weights_back and sharded.comm.transport.gathers_together:
+            if sharded.reshards and sharded.comm.transport.gathers_together:
                 for unit in self._units:
                     unit.weights.wait()
                 self.asks = True

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm import Communicator, SyncPoint, parameter_behind
 from lightning_zero.engine.unit import Unit, listed
-from lightning_zero.engine.unit_builder import UnitBuilder
+from lightning_zero.engine.unit_builder import MetaInitializer, build_units
 from lightning_zero.engine.weights import ShownMasters
 from lightning_zero.optimizer import kept_states
 from lightning_zero.parameters import (
@@ -24,7 +24,6 @@ from lightning_zero.parameters import (
     Piece,
     put_values,
     restore_class,
-    settle,
 )
 from lightning_zero.plan import Settings, stays_whole, whole_tensors
 from lightning_zero.tensors import Scratch, bytes_held, internals, runs_outside
@@ -71,11 +70,11 @@ class ShardedModel:
         self.compute: Callable[..., bool] = lambda units, computes: False
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
-        builder = UnitBuilder(module, self.settings, comm, self.scratch)
-        for unit in builder.build(self):
+        initializer = MetaInitializer(module, self.settings.device)
+        for unit in build_units(module, self.settings, comm, self.scratch, self, initializer):
             self._add(unit)
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
-        builder.initializer.finish(functools.partial(self.gathered, modify=True))
+        initializer.finish(functools.partial(self.gathered, modify=True))
 
     def _add(self, unit: Unit) -> None:
         self.units.append(unit)
@@ -90,9 +89,9 @@ class ShardedModel:
         return any(not plan.rests_apart for plan in plans)
 
     @functools.cached_property
-    def gives_weights_back(self) -> bool:
+    def reshards(self) -> bool:
         """Return whether weights of any unit are released after use."""
-        return any(unit.weights.gives_back for unit in self.units)
+        return any(unit.weights.reshards for unit in self.units)
 
     @property
     def root(self) -> Unit:
@@ -146,11 +145,6 @@ class ShardedModel:
                     flat.store_edits()
         self.shown.hide()
         self.store_pending()
-
-    @runs_outside
-    def end_touches(self) -> None:
-        """Hide what code has touched outside of forwards, with its changes kept."""
-        self.shown.hide()
 
     def store_pending(self) -> None:
         """Make changes those of the masters that a backward pass must not have seen."""
@@ -214,7 +208,7 @@ class ShardedModel:
         wanted = self.units
         if parameters is not None:
             wanted = self.units_of(map(parameter_behind, parameters))
-        self.end_touches()
+        self.shown.hide()
         if modify:
             self.store_pending()
         try:
@@ -242,22 +236,18 @@ class ShardedModel:
             if part_of is None:
                 whole = flat.whole_masters()
             else:
-                whole = flat.whole_from(dict(enumerate(map(part_of, flat.pieces))))
+                parts = [(piece.range.in_shard, part_of(piece)) for piece in flat.pieces]
+                whole = flat.store.assemble(parts)
             yield from zip(flat.parameters, whole.views, strict=True)
 
     @runs_outside
     def full_grad(self, parameter: Parameter) -> Tensor | None:
         """Return the whole reduced gradient of a parameter, ``None`` without one; a collective."""
         _, flat, index = self._places[id(parameter_behind(parameter))]
-        piece = flat.pieces[index]
-        settle([piece])
-        flags = bytes([flat.gradients.averaged[index]])
-        about = f"of parameter {piece.range.slot.name!r}"
-        (any_has,) = self.comm.control.call(SyncPoint.GRADIENT, flags, about=about).wait()
-        if not any_has:
+        gradients = flat.gradients
+        if not gradients.averaged[index]:
             return None
-        part = torch.zeros_like(piece) if piece.grad is None else piece.grad
-        return flat.whole_of(index, part)
+        return gradients.average(index).whole(is_lent=False)
 
     def restore(self) -> None:
         """Make the module an ordinary one, with whole parameters in host memory; a collective."""

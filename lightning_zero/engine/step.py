@@ -1,8 +1,8 @@
-"""The step that all ranks go through together: its phases, and how a run ends.
+"""The step that all ranks go through together: its phases.
 
 ::
 
-                 enter                  leave, gradients can come
+                 begin                  leave, gradients can come
          IDLE ──────────> FORWARD ──────────────────────────────────> AWAITS_BACKWARD
           ^ ^              │   │ ^                                     │       ^
           │ └─── leave ────┘   │ │ end_backward, within a forward      │       │ end_backward,
@@ -11,11 +11,8 @@
              end_backward
 
 A backward pass begins within a forward (manual optimization), after it, or in IDLE: again over a
-graph whose step has ended. ``enter`` in AWAITS_BACKWARD begins the next step. When a step ends, all
+graph whose step has ended. ``begin`` in AWAITS_BACKWARD begins the next step. When a step ends, all
 units are resharded.
-
-A run is OPEN until it is CLOSED and, if the module becomes an ordinary one again, RESTORED. An
-exception leaves it INTERRUPTED until the next step begins.
 """
 
 from __future__ import annotations
@@ -42,19 +39,6 @@ class Phase(Enum):
     """Autograd is running."""
 
 
-class Lifetime(Enum):
-    """The state of a module's run."""
-
-    OPEN = "open"
-    """The module trains."""
-    INTERRUPTED = "interrupted"
-    """An exception ended the last step on this rank, and perhaps on this rank only."""
-    CLOSED = "closed"
-    """The hooks are gone; the parameters may still rest."""
-    RESTORED = "restored"
-    """The module is an ordinary one again."""
-
-
 class Step:
     """The state of a step, which releases what ends with it.
 
@@ -63,7 +47,8 @@ class Step:
 
     Attributes:
         phase: Where in a step this rank is.
-        lifetime: How far the run has come.
+        is_interrupted: Whether an exception ended the last step on this rank, perhaps here only.
+        is_closed: Whether the run has ended; the parameters may still rest.
         keeps_graph: Whether a backward pass with ``create_graph`` saved weights for a later one.
         is_torn: Whether a load of values ended half-way, and not all were loaded since.
         is_inside: Whether a forward or the step's own context is running: a flag beside the depth,
@@ -72,18 +57,13 @@ class Step:
 
     def __init__(self, units: Sequence[Unit], reset: Callable[[], None]) -> None:
         self.phase = Phase.IDLE
-        self.lifetime = Lifetime.OPEN
+        self.is_interrupted = self.is_closed = False
         self.keeps_graph = False
         self.is_torn = False
         self.is_inside = False
         self._depth = 0
         self._units = units
         self._reset = reset
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether the run has ended."""
-        return self.lifetime in (Lifetime.CLOSED, Lifetime.RESTORED)
 
     def enter(self) -> bool:
         """Enter a forward; return whether a step begins with it."""
@@ -96,8 +76,7 @@ class Step:
         self.is_inside = True
         if self._depth > 1 or self.phase is Phase.BACKWARD:
             return False
-        if self.lifetime is Lifetime.INTERRUPTED:
-            self.lifetime = Lifetime.OPEN
+        self.is_interrupted = False
         return True
 
     def require_whole(self) -> None:
@@ -120,7 +99,7 @@ class Step:
         if self.phase is Phase.BACKWARD:
             # An exception ended the last backward pass, and no forward came since.
             self._reset()
-            self.lifetime = Lifetime.OPEN
+            self.is_interrupted = False
         self.phase = Phase.BACKWARD
         self.keeps_graph = torch.is_grad_enabled()
 
@@ -154,4 +133,4 @@ class Step:
         self._depth = 0
         self.is_inside = self.keeps_graph = False
         self.phase = Phase.IDLE
-        self.lifetime = Lifetime.INTERRUPTED
+        self.is_interrupted = True

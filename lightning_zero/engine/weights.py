@@ -69,7 +69,7 @@ class Weights:
         is_pinned: Whether the weights stay whole until the end of the step.
         stays_shown: Whether the weights are shown throughout the step: those of the root that are
             not cast, and all of a unit that is compiled together with the code around it.
-        gives_back: Whether they are released after use.
+        reshards: Whether they are released after use.
         is_cast: Whether some have less precision than their masters.
         has_pending: Whether changes of masters wait for the end of a backward pass.
         needs_ranks: Whether the masters are gathered from other ranks to be shown.
@@ -79,9 +79,9 @@ class Weights:
         self.label = label
         self.residency, self.shows = Residency.WHOLE, Shows.GUARD
         self.is_pinned = self.stays_shown = False
-        self.gives_back = any(flat.plan.gives_weights_back for flat in flats)
-        self.is_cast = any(flat.is_cast for flat in flats)
-        self.needs_ranks = self.gives_back or self.is_cast
+        self.reshards = any(flat.plan.reshards for flat in flats)
+        self.is_cast = any(flat.plan.is_cast for flat in flats)
+        self.needs_ranks = self.reshards or self.is_cast
         self._flats = flats
         self._first_tag = first_tag
         self._works: list[Work] = []
@@ -145,7 +145,7 @@ class Weights:
 
     def pin_if_viewed(self, tensor: Tensor) -> None:
         """Keep the weights whole until the end of the step if ``tensor`` is a view of them."""
-        if not (self.gives_back and internals.has_storage(tensor)):
+        if not (self.reshards and internals.has_storage(tensor)):
             return
         storage = tensor.untyped_storage()._cdata
         for flat in self._flats:
@@ -155,12 +155,12 @@ class Weights:
 
     def reshard(self) -> None:
         """Release whole weights, if their home is sharded and nothing pins them."""
-        if self.residency is Residency.RELEASED or self.is_pinned or not self.gives_back:
+        if self.residency is Residency.RELEASED or self.is_pinned or not self.reshards:
             return
         if self.shows is Shows.MASTERS:
             return
         for flat in self._flats:
-            if flat.is_held:
+            if flat.edits.handed_out and flat.edits.is_held:
                 self.is_pinned = True
                 self.guard()
                 return
@@ -181,13 +181,13 @@ class Weights:
         may_be_shared = self.is_pinned or self.stays_shown
         self.is_pinned = self.stays_shown = False
         for flat in self._flats:
-            flat.stays_shown = False
+            flat.edits.in_step = False
         if self.residency is Residency.RELEASED:
             return
         if self.shows is Shows.MASTERS:
             self.keep_edits()
             return
-        if self.gives_back:
+        if self.reshards:
             self._release(may_be_shared=may_be_shared)
         elif self.residency is Residency.WHOLE:
             self.keep_edits()
@@ -224,9 +224,9 @@ class Weights:
         if self.shows is Shows.GUARD:
             self.shows = Shows.WEIGHTS
             for flat in self._flats:
-                if is_inlined or not flat.is_cast:
+                if is_inlined or not flat.plan.is_cast:
                     flat.show()
-                    flat.stays_shown = True
+                    flat.edits.in_step = True
 
     def guard(self) -> None:
         """Send every use of the parameters to their owner until the weights are next shown."""
@@ -289,7 +289,7 @@ class Weights:
     @property
     def are_masters_held(self) -> bool:
         """Return whether code or a graph has views of the masters that are shown."""
-        return any(flat.are_masters_held for flat in self._shown)
+        return any(flat.masters is not None and flat.masters.are_held for flat in self._shown)
 
     @property
     def shown_masters(self) -> list[FlatParameters]:
@@ -305,7 +305,7 @@ class Weights:
         """
         is_whole = self.residency is Residency.WHOLE
         for flat in self._shown:
-            if is_whole and flat in stored and flat.is_cast and flat.pending is None:
+            if is_whole and flat in stored and flat.plan.is_cast and flat.pending is None:
                 tag = self._first_tag + self._flats.index(flat)
                 out = flat.weight.tensor
                 flat.store.gather_weights(out, unit=self.label, tag=tag).wait()
@@ -337,7 +337,12 @@ class Weights:
     @property
     def changed(self) -> list[str]:
         """The names of parameters that were changed while `gathered` shows them."""
-        return [flat.layout.slots[i].name for flat in self._shown for i in flat.changed]
+        return [
+            flat.layout.slots[index].name
+            for flat in self._shown
+            if flat.masters is not None
+            for index in flat.masters.changed
+        ]
 
     @runs_outside
     def store_gathered(self) -> None:
@@ -411,6 +416,7 @@ class ShownMasters:
         touched = [unit for unit in used if unit in self._touched or unit in new]
         self._touched = [unit for unit in self._touched if unit not in touched] + touched
 
+    @runs_outside
     def hide(self, units: Sequence[Weights] | None = None) -> None:
         """Hide ``units``, or all that code has touched, and keep changes; a collective."""
         hidden = [unit for unit in self._touched if units is None or unit in units]

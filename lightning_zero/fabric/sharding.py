@@ -164,7 +164,4 @@ class ShardedModule(nn.Module):
         with self.engine.step(awaits_backward=torch.is_grad_enabled()) as watch:
             output = self.module(*args, **kwargs)
             watch(output)
-            # Lightning asks for `fabric.backward` in place of `loss.backward` of a strategy that
-            # would note the loss.
-            self.engine.prepare_backward(output)
             return output

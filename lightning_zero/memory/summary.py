@@ -110,7 +110,7 @@ def _in_use(engine: Engine) -> int:
     sharded = engine.sharded
     weights, gradients = [], []
     for unit in sharded.units:
-        flats = [flat for flat in unit.flat_parameters if flat.plan.gives_weights_back]
+        flats = [flat for flat in unit.flat_parameters if flat.plan.reshards]
         weights.append(sum(f.layout.numel * f.plan.weight.dtype.itemsize for f in flats))
         flats = [flat for flat in unit.flat_parameters if flat.trainable]
         gradients.append(sum(f.layout.numel * f.plan.grad.dtype.itemsize for f in flats))

@@ -96,7 +96,7 @@ class UnitTerms:
         for kind, count in (*kinds.items(), ("states", states)):
             self.resting[plan.media[kind]][kind] += count
         codes = layout.world_size * Codec(layout.shard_numel).nbytes
-        if plan.gives_weights_back:
+        if plan.reshards:
             self.gathered += layout.numel * plan.weight.dtype.itemsize
             self.coded += codes if plan.gather_bits else 0
         if trainable:

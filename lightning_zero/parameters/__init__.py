@@ -1,8 +1,7 @@
 """One group of parameters on flat memory, from the buffer to what optimizer and user see.
 
 ================ ===============================================================================
-buffer           a flat tensor with a view for each parameter, whose memory can be released
-stores           where weights, gradients and masters rest
+stores           buffers, and where weights, gradients and masters rest
 guarded          the classes of parameters, which ask their owner for values where they are used
 local_form       parameters that tensor parallelism has cut
 piece            the part of a parameter that a rank owns, which the optimizer holds
@@ -40,4 +39,4 @@ from lightning_zero.parameters.local_form import (
     uncut,
 )
 from lightning_zero.parameters.piece import Piece
-from lightning_zero.parameters.stores import Store, memory_for_masters, store_for
+from lightning_zero.parameters.stores import memory_for_masters, store_for

@@ -7,32 +7,29 @@ views of whole masters that were gathered for reading or editing.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Sequence, Set
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lightning_zero.comm import Communicator, Pending, Shards, SyncPoint
-from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.parameters.gradients import FlatGradients
 from lightning_zero.parameters.guarded import (
     Guarded,
     Owner,
     Readable,
     class_of,
+    ownership_of,
     restore_class,
     take,
 )
 from lightning_zero.parameters.local_form import put_values
 from lightning_zero.parameters.piece import Piece, PieceRange
-from lightning_zero.parameters.stores import Store
+from lightning_zero.parameters.stores import Buffer, Store
 from lightning_zero.plan import Layout, Plan, cut_of
 from lightning_zero.tensors import (
-    Scratch,
     Work,
     internals,
     lasting_tensors,
@@ -43,24 +40,122 @@ HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 """Whether this version of torch allows a gradient of another dtype than its parameter's."""
 
 
-class Masters(NamedTuple):
+class Edits:
+    """Changes that users make to whole weights where they lie.
+
+    Attributes:
+        versions: The parameters' versions without such changes.
+        is_exposed: Whether the weights may be changed without their version counters.
+        in_step: Whether code of a step has the weights, and not just their module's forward.
+        handed_out: Weak references to data of parameters that others got, and may have still.
+    """
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self._parameters = parameters
+        self.versions: list[int] = []
+        self.is_exposed = self.in_step = False
+        self.handed_out: list[weakref.ref[Tensor]] = []
+
+    def watch(self) -> None:
+        """Watch for changes from now on."""
+        with internals.as_plain_tensors():
+            self.versions = list(map(internals.version_of, self._parameters))
+        self.is_exposed = False
+
+    def hand_out(self, tensor: Tensor) -> None:
+        """Note that ``tensor`` lies in the memory of the weights, and may outlive them there."""
+        self.handed_out = [ref for ref in self.handed_out if ref() is not None]
+        self.handed_out.append(weakref.ref(tensor))
+
+    def forget(self) -> None:
+        """Forget what was handed out: the memory is released, or left to it."""
+        self.is_exposed, self.handed_out = False, []
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether somebody has the data of a parameter."""
+        return any(ref() is not None for ref in self.handed_out)
+
+    def require_free(self, place: Tensor, name: str) -> None:
+        """Raise a ``RuntimeError`` if somebody has data at ``place``, that of a parameter."""
+        first, size = place.data_ptr(), place.nbytes
+        for ref in self.handed_out:
+            tensor = ref()
+            if tensor is not None and first <= tensor.data_ptr() < first + size:
+                raise RuntimeError(
+                    f"The data of parameter {name!r} was replaced while its module ran, and its"
+                    " former data is still in use. Keep a copy instead: `p.data.clone()`, or"
+                    " replace data outside of the forward."
+                )
+
+
+class Masters:
     """Whole masters that parameters show.
 
     Attributes:
         whole: Their buffer.
         values: The value of each parameter, over the same memory.
         versions: The parameters' versions before they were shown.
-        references: How often each value's memory, and each parameter, was referred to then.
         are_whole: Whether the weights were whole then.
         is_gathered: Whether `gathered` shows them: rank 0's changes are stored, or none.
     """
 
-    whole: Buffer
-    values: list[Tensor]
-    versions: list[int]
-    references: list[tuple[int, int]]
-    are_whole: bool
-    is_gathered: bool
+    def __init__(
+        self, parameters: list[Parameter], whole: Buffer, *, are_whole: bool, is_gathered: bool
+    ) -> None:
+        self._parameters, self.whole = parameters, whole
+        with lasting_tensors():
+            self.values = [own_storage(view) for view in whole.views]
+        with internals.as_plain_tensors():
+            self.versions = list(map(internals.version_of, parameters))
+        self.are_whole, self.is_gathered = are_whole, is_gathered
+        # How often each value's memory, and each parameter, was referred to at first.
+        self._references: list[tuple[int, int]] = []
+        # The content, before `gathered`, of what may be changed without a version counter.
+        self._bytes: dict[int, Tensor] = {}
+
+    def begin(self) -> None:
+        """Note what refers to the values, as the parameters have just begun to show them."""
+        self._references = list(map(_references, self._parameters, self.values))
+
+    def expose(self, index: int) -> None:
+        """Note that a value may be changed without its version counter."""
+        if self.is_gathered and index not in self._bytes:
+            with lasting_tensors():
+                self._bytes[index] = _bytes_of(_data_of(self._parameters[index])).clone()
+
+    @property
+    def are_held(self) -> bool:
+        """Return whether code or a graph has a view of a value, or a parameter in a graph."""
+        now = map(_references, self._parameters, self.values)
+        pairs = zip(now, self._references, strict=True)
+        return any(a > c or b > d for (a, b), (c, d) in pairs)
+
+    @property
+    def in_graphs(self) -> list[Parameter]:
+        """The parameters that a graph has saved as masters."""
+        uses = zip(self._parameters, self._references, strict=True)
+        return [parameter for parameter, (_, then) in uses if internals.num_uses(parameter) > then]
+
+    @property
+    def moved(self) -> list[int]:
+        """The indices of parameters that point at other memory."""
+        return _moved(self._parameters, self.values)
+
+    @property
+    def changed(self) -> list[int]:
+        """The indices of parameters that were changed on this rank within `gathered`."""
+        moved = self.moved
+        return [
+            index
+            for index, parameter in enumerate(self._parameters)
+            if index in moved
+            or internals.version_of(parameter) != self.versions[index]
+            or (
+                index in self._bytes
+                and not self._bytes[index].equal(_bytes_of(_data_of(parameter)))
+            )
+        ]
 
 
 class FlatParameters:
@@ -71,8 +166,7 @@ class FlatParameters:
         plan: The homes of weights, gradients and masters.
         comm: The ranks.
         owner: Called when a use of the parameters needs it.
-        scratch: The folder for what rests in files.
-        make_store: Makes the store from layout, plan, ranks and scratch.
+        make_store: Makes the store from layout and plan.
 
     Attributes:
         parameters: The parameters on the module.
@@ -82,9 +176,14 @@ class FlatParameters:
         store: Where they rest.
         weight: The buffer of whole weights.
         pieces: This rank's pieces of them.
-        edits: Changes that users make to them.
         gradients: Their gradients.
-        classes: Switches their classes, so that every use finds readable memory.
+        owner: As given.
+        classes: The guarded and the readable class of each.
+        is_guarded: Whether they have the guarded one.
+        edits: Changes that users make to whole weights.
+        masters: Whole masters, while they are shown.
+        pending: This rank's shard of masters with changes that a backward pass must not see.
+        is_recorded: Whether a graph has saved the weights, and its backward has not ended.
     """
 
     def __init__(
@@ -93,7 +192,6 @@ class FlatParameters:
         plan: Plan,
         comm: Communicator,
         owner: Owner,
-        scratch: Scratch | None,
         make_store: Callable[..., Store],
     ) -> None:
         self.parameters = [parameter for _, parameter in named]
@@ -104,35 +202,26 @@ class FlatParameters:
             comm.mesh.replicate.size,
         )
         self.plan = plan
-        # Whether whole weights show fewer digits than the masters have.
-        is_less = plan.weight.dtype is not plan.master.dtype
-        self.is_cast = is_less or plan.gather_bits is not None
-        self.store = make_store(self.layout, plan, comm, scratch)
+        self.store = make_store(self.layout, plan)
         self.weight = self.store.weights()
         self._load()
         with lasting_tensors():
             self.pieces = self._cut()
-        self.gradients = FlatGradients(self.pieces, self.store, self.whole_of)
+        self.gradients = FlatGradients(self.pieces, self.store)
         self.owner = owner
-        self._ownerships = take(named, self, plan.master.dtype)
-        self._guarded, self._readable = (
-            [class_of(mixin, type(parameter)) for parameter in self.parameters]
-            for mixin in (Guarded, Readable)
-        )
+        take(named, self, plan.master.dtype)
+        self.classes = [
+            (class_of(Guarded, type(parameter)), class_of(Readable, type(parameter)))
+            for parameter in self.parameters
+        ]
         self._placeholders = self._made_placeholders()
         if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
             for parameter in self.parameters:
                 parameter.grad_dtype = None  # any: autograd's gradients have the weight's dtype
+        self.edits = Edits(self.parameters)
         self.masters: Masters | None = None
-        # This rank's shard of masters with changes that a backward pass must not see.
         self.pending: Tensor | None = None
-        # Whether a graph has saved the weights, and its backward pass has not ended.
         self.is_recorded = False
-        # Whether the weights are shown throughout a step.
-        self.stays_shown = False
-        # What was handed out of whole weights, and what was exposed of gathered masters.
-        self._handed_out: list[weakref.ref[Tensor]] = []
-        self._bytes: dict[int, Tensor] = {}
         self.point_at_weights()
 
     def _made_placeholders(self) -> list[Tensor]:
@@ -190,37 +279,31 @@ class FlatParameters:
 
     def point_at_weights(self) -> None:
         """Point the parameters, guarded, at whole weights that hold no edits."""
-        self._point(self._guarded, self.weight.views)
-        self._watch()
+        self._point(self.weight.views)
+        self.edits.watch()
 
     def rest(self) -> None:
         """Point the parameters, guarded, at placeholders."""
-        self._is_exposed = False
-        self._handed_out, self._bytes = [], {}
-        self._point(self._guarded, self._placeholders)
+        self.edits.forget()
+        self._point(self._placeholders)
 
-    def _point(self, classes: Sequence[type], values: Sequence[Tensor]) -> None:
+    def _point(self, values: Sequence[Tensor], *, guarded: bool = True) -> None:
         with internals.as_plain_tensors():
-            for parameter, cls, data in zip(self.parameters, classes, values, strict=True):
+            for parameter, classes, data in zip(self.parameters, self.classes, values, strict=True):
                 properties.SET_DATA(parameter, data)
-                parameter.__class__ = cls
-        self.is_guarded = classes is self._guarded
-
-    @property
-    def classes(self) -> list[tuple[type, type]]:
-        """The guarded and the readable class of each parameter."""
-        return [*zip(self._guarded, self._readable, strict=True)]
+                parameter.__class__ = classes[not guarded]
+        self.is_guarded = guarded
 
     def show(self) -> None:
         """Make parameters that point at whole values readable."""
-        for parameter, cls in zip(self.parameters, self._readable, strict=True):
-            parameter.__class__ = cls
+        for parameter, (_, readable) in zip(self.parameters, self.classes, strict=True):
+            parameter.__class__ = readable
         self.is_guarded = False
 
     def guard(self) -> None:
         """Guard the parameters, but leave their data in place."""
-        for parameter, cls in zip(self.parameters, self._guarded, strict=True):
-            parameter.__class__ = cls
+        for parameter, (guarded, _) in zip(self.parameters, self.classes, strict=True):
+            parameter.__class__ = guarded
         self.is_guarded = True
 
     def release(self, *, may_be_shared: bool) -> None:
@@ -240,73 +323,20 @@ class FlatParameters:
         work.wait()
         return whole
 
-    def whole_of(self, index: int, part: Tensor) -> Tensor:
-        """Return a whole tensor like parameter ``index``, assembled from each rank's ``part``."""
-        return self.whole_from({index: part}).views[index].clone()
-
-    def whole_from(self, parts: Mapping[int, Tensor]) -> Buffer:
-        """Return a new buffer, assembled from each rank's ``parts`` by parameter index.
-
-        Its dtype can hold the values of all of them.
-        """
-        dtype = functools.reduce(torch.promote_types, [part.dtype for part in parts.values()])
-        with lasting_tensors():
-            device = self.plan.weight.device
-            whole = Buffer(self.layout, dtype, device)
-            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
-            for index, part in parts.items():
-                shard[self.pieces[index].range.in_shard] = part
-            self.store.gather(whole.tensor, Shards(shard), unit="full", tag=0).wait()
-            return whole
-
     # -- changes to whole weights ----------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """Watch for changes of what the parameters point at, from now on."""
-        with internals.as_plain_tensors():
-            self._versions = list(map(internals.version_of, self.parameters))
-        self._is_exposed = False
+    def expose(self, index: int, tensor: Tensor, *, is_plain: bool = False) -> None:
+        """Note that ``tensor`` lies in the memory of parameter ``index``.
 
-    def expose(self, index: int, *, is_plain: bool = False) -> None:
-        """Note that parameter ``index`` may be changed without its version counter.
-
-        Arrays of plain views are looked for only where code of a step has them, not in forwards,
-        where torch itself takes plain views.
+        Through it the parameter may be changed without its version counter: if it ``is_plain``,
+        only by an array, which is looked for only where code of a step has weights, not in
+        forwards, where torch itself takes plain views.
         """
-        if is_plain and not self.stays_shown:
-            return
         if self.masters is None:
-            self._is_exposed = True
-        elif self.masters.is_gathered and index not in self._bytes:
-            with lasting_tensors():
-                self._bytes[index] = _bytes_of(self._current(index)).clone()
-
-    def watch(self, tensor: Tensor) -> None:
-        """Note that ``tensor`` lies in the memory of whole weights, and may outlive them there."""
-        if self.masters is None:
-            self._handed_out = [ref for ref in self._handed_out if ref() is not None]
-            self._handed_out.append(weakref.ref(tensor))
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether somebody has the data of a parameter in the memory of whole weights."""
-        return bool(self._handed_out) and any(ref() is not None for ref in self._handed_out)
-
-    def _current(self, index: int) -> Tensor:
-        """Return the data of parameter ``index``, wherever it is."""
-        with internals.as_plain_tensors():
-            found: Tensor = properties.GET_DATA(self.parameters[index])
-            return found
-
-    def _moved(self, values: Sequence[Tensor]) -> list[int]:
-        """Return the indices of parameters that point at other memory than ``values``."""
-        with internals.as_plain_tensors():
-            actual = list(map(Tensor.data_ptr, self.parameters))
-        expected = list(map(Tensor.data_ptr, values))
-        if actual == expected:
-            return []
-        pairs = zip(actual, expected, strict=True)
-        return [index for index, (is_at, belongs_at) in enumerate(pairs) if is_at != belongs_at]
+            self.edits.hand_out(tensor)
+            self.edits.is_exposed |= self.edits.in_step or not is_plain
+        elif self.edits.in_step or not is_plain:
+            self.masters.expose(index)
 
     @property
     def may_be_edited(self) -> bool:
@@ -317,7 +347,8 @@ class FlatParameters:
                 return True
             if not self.plan.rests_apart:
                 return False
-            return self._is_exposed or self._versions != list(map(internals.version_of, own))
+            versions = list(map(internals.version_of, own))
+            return self.edits.is_exposed or self.edits.versions != versions
 
     @torch.no_grad()
     def store_edits(self) -> None:
@@ -327,36 +358,37 @@ class FlatParameters:
             RuntimeError: The weights are in less precision than the masters, or the former data of
                 a parameter whose data was replaced is still in use.
         """
-        moved = self._moved(self.weight.views)
-        if self.is_cast:
+        moved = _moved(self.parameters, self.weight.views)
+        if self.plan.is_cast:
             self._refuse_edits(moved)
             return
         for index, piece in enumerate(self.pieces):
-            value = self._current(index)
+            value = _data_of(self.parameters[index])
             if index in moved:
-                self._require_free(index)
+                self.edits.require_free(self.weight.views[index], self.layout.slots[index].name)
                 self.weight.views[index].copy_(value)
                 properties.set_data(self.parameters[index], self.weight.views[index])
             if self.plan.rests_apart:
                 part = piece.range.part_of(self.weight.views[index])
                 piece.data.copy_(part.to(piece.device))
-        self._watch()
-
-    def _require_free(self, index: int) -> None:
-        place = self.weight.views[index]
-        first, size = place.data_ptr(), place.nbytes
-        for ref in self._handed_out:
-            tensor = ref()
-            if tensor is not None and first <= tensor.data_ptr() < first + size:
-                raise RuntimeError(
-                    f"The data of parameter {self.layout.slots[index].name!r} was replaced while"
-                    " its module ran, and its former data is still in use. Keep a copy instead:"
-                    " `p.data.clone()`, or replace data outside of the forward."
-                )
+        self.edits.watch()
 
     def _refuse_edits(self, moved: Sequence[int]) -> None:
         """Raise if weights that are cast from masters were changed: small changes would be lost."""
-        found = [index for index in range(len(self.parameters)) if self._is_changed(index, moved)]
+        weight = self.weight
+        with internals.as_plain_tensors():
+            versions = list(map(internals.version_of, self.parameters))
+        shown = self.store.as_weights(self.master).to(self.plan.weight.dtype)
+        found = [
+            index
+            for index, piece in enumerate(self.pieces)
+            if index in moved
+            or versions[index] != self.edits.versions[index]
+            or not _same_bits(
+                shown[piece.range.in_shard],
+                piece.range.part_of(weight.views[index]).to(shown.device),
+            )
+        ]
         flags = bytes([bool(found)])
         (any_found,) = self.store.comm.control.call(SyncPoint.EDIT, flags).wait()
         if any_found:
@@ -367,16 +399,7 @@ class FlatParameters:
                 " it outside of the module's forward, or gather weights in full precision with"
                 " ZeROStrategy(cast_weights='none')."
             )
-        self._watch()
-
-    def _is_changed(self, index: int, moved: Sequence[int]) -> bool:
-        version = internals.version_of(self.parameters[index])
-        if index in moved or version != self._versions[index]:
-            return True
-        piece = self.pieces[index]
-        shown = self.store.as_weights(self.master)[piece.range.in_shard].to(self.plan.weight.dtype)
-        part = piece.range.part_of(self.weight.views[index]).to(piece.device)
-        return not _same_bits(shown, part)
+        self.edits.watch()
 
     # -- whole masters ---------------------------------------------------------------------------
 
@@ -388,7 +411,7 @@ class FlatParameters:
         With ``are_whole`` the weights are, and serve if they have the masters' values.
         """
         whole = self.store.whole_masters()
-        if are_whole and not self.is_cast:
+        if are_whole and not self.plan.is_cast:
             with lasting_tensors():
                 whole.tensor.copy_(self.weight.tensor)
             return whole, Pending()
@@ -408,26 +431,10 @@ class FlatParameters:
             are_whole: Whether the weights are whole as well, so that changes need no other rank.
             is_gathered: Whether they are shown by `gathered`.
         """
-        with lasting_tensors():
-            values = [own_storage(view) for view in whole.views]
-        with internals.as_plain_tensors():
-            versions = list(map(internals.version_of, self.parameters))
-        self._bytes = {}
-        self._point(self._guarded if stay_guarded else self._readable, values)
-        references = list(map(_references, self.parameters, values))
-        self.masters = Masters(whole, values, versions, references, are_whole, is_gathered)
-
-    @property
-    def are_masters_held(self) -> bool:
-        """Return whether code or a graph has a view of shown masters, or a parameter in a graph."""
-        masters = self.masters
-        return masters is not None and any(
-            now > before
-            for parameter, value, then in zip(
-                self.parameters, masters.values, masters.references, strict=True
-            )
-            for now, before in zip(_references(parameter, value), then, strict=True)
-        )
+        masters = Masters(self.parameters, whole, are_whole=are_whole, is_gathered=is_gathered)
+        self._point(masters.values, guarded=stay_guarded)
+        masters.begin()
+        self.masters = masters
 
     @property
     def are_masters_changed(self) -> bool:
@@ -435,10 +442,10 @@ class FlatParameters:
         masters = self.masters
         if masters is None:
             return False
-        if self._moved(masters.values):
+        if masters.moved:
             return True
         whole = masters.whole
-        if masters.are_whole and not self.is_cast:
+        if masters.are_whole and not self.plan.is_cast:
             return not _same_bits(whole.tensor, self.weight.tensor)
         axis = self.store.comm.mesh.shard
         before = self.master if self.pending is None else self.pending
@@ -452,15 +459,15 @@ class FlatParameters:
         """
         assert self.masters is not None
         target = self.master
-        if self.is_recorded and self.is_cast:
+        if self.is_recorded and self.plan.is_cast:
             if self.pending is None:
                 with lasting_tensors():
                     self.pending = self.master.clone()
             target = self.pending
         for index, piece in enumerate(self.pieces):
-            value = self._current(index)
+            value = _data_of(self.parameters[index])
             target[piece.range.in_shard].copy_(piece.range.part_of(value))
-            if self.masters.are_whole and not self.is_cast:
+            if self.masters.are_whole and not self.plan.is_cast:
                 self.weight.views[index].copy_(value)
 
     @torch.no_grad()
@@ -476,48 +483,26 @@ class FlatParameters:
         """Guard the parameters, at whole weights or at placeholders."""
         masters, self.masters = self.masters, None
         assert masters is not None
-        if self.is_cast:
+        if self.plan.is_cast:
             # A graph has saved the weights, which changes to the masters do not reach.
             internals.set_versions(self.parameters, masters.versions)
-        if self.is_cast or not are_whole:
+        if self.plan.is_cast or not are_whole:
             # A graph that has saved parameters as masters would find others.
-            uses = [then for _, then in masters.references]
-            zipped = zip(self.parameters, uses, strict=True)
-            in_graph = [p for p, before in zipped if internals.num_uses(p) > before]
-            torch.autograd.graph.increment_version(in_graph)
+            torch.autograd.graph.increment_version(masters.in_graphs)
         if are_whole:
             self.point_at_weights()
         else:
             self.rest()
 
-    @property
-    def changed(self) -> list[int]:
-        """The indices of parameters whose masters were changed on this rank within `gathered`."""
-        masters = self.masters
-        if masters is None:
-            return []
-        moved = self._moved(masters.values)
-        return [
-            index
-            for index, parameter in enumerate(self.parameters)
-            if index in moved
-            or internals.version_of(parameter) != masters.versions[index]
-            or self._has_other_bytes(index)
-        ]
-
-    def _has_other_bytes(self, index: int) -> bool:
-        before = self._bytes.get(index)
-        return before is not None and not before.equal(_bytes_of(self._current(index)))
-
     def gathered_values(self) -> Buffer:
         """Return a buffer that holds the masters as they are shown now."""
         assert self.masters is not None
         whole = self.masters.whole
-        if self._moved(self.masters.values):
+        if self.masters.moved:
             whole = self.store.whole_masters()
             with lasting_tensors():
                 whole.tensor.zero_()
-                internals.copy_each(whole.views, [*map(self._current, range(len(self.parameters)))])
+                internals.copy_each(whole.views, [*map(_data_of, self.parameters)])
         return whole
 
     @torch.no_grad()
@@ -549,12 +534,10 @@ class FlatParameters:
         Under DDP the parameters themselves are changed, which autograd sees.
         """
         torch.autograd.graph.increment_version([self.parameters[index] for index in indices])
-        known = (
-            [self._versions] if self.masters is None else [self._versions, self.masters.versions]
-        )
-        for versions in known:
-            for index in indices:
-                versions[index] += 1
+        for index in indices:
+            self.edits.versions[index] += 1
+            if self.masters is not None:
+                self.masters.versions[index] += 1
 
     def require_like(self, index: int, data: Tensor) -> None:
         """Raise a ``RuntimeError`` unless ``data`` may become the data of parameter ``index``."""
@@ -571,11 +554,9 @@ class FlatParameters:
 
     def let_go(self) -> None:
         """Release the parameters from their owner; they show no gradients any more."""
-        self.gradients.let_go()
-        for ownership in self._ownerships:
-            ownership.end()
-        for parameter, cls in zip(self.parameters, self._readable, strict=True):
-            if type(parameter) is cls:
+        for parameter, (_, readable) in zip(self.parameters, self.classes, strict=True):
+            ownership_of(parameter).end(self)
+            if type(parameter) is readable:
                 restore_class(parameter)
 
     def retire(self) -> None:
@@ -591,13 +572,27 @@ class FlatParameters:
         """Return the bytes held now, by kind; see ``ShardedModel.memory``."""
         rows = self.gradients.memory()
         rows["gathered"] += 0 if self.masters is None else self.masters.whole.nbytes
-        rows["gathered" if self.plan.gives_weights_back else "weights"] += self.weight.nbytes
+        rows["gathered" if self.plan.reshards else "weights"] += self.weight.nbytes
         if self.plan.rests_apart:
             kind = "master" if self.plan.has_master else "weights"
             rows.update(self.plan.rows({kind: self.master.nbytes}))
         if self.store.cast_bytes:
             rows.update(self.plan.rows({"weights": self.store.cast_bytes}))
         return rows
+
+
+def _data_of(parameter: Parameter) -> Tensor:
+    """Return the data of a parameter, wherever it is."""
+    with internals.as_plain_tensors():
+        found: Tensor = properties.GET_DATA(parameter)
+        return found
+
+
+def _moved(parameters: Sequence[Parameter], values: Sequence[Tensor]) -> list[int]:
+    """Return the indices of parameters that point at other memory than ``values``."""
+    with internals.as_plain_tensors():
+        pairs = enumerate(zip(parameters, values, strict=True))
+        return [index for index, (one, value) in pairs if one.data_ptr() != value.data_ptr()]
 
 
 def own_storage(view: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ kept while its parameter gets another one keeps its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,7 +130,8 @@ class FullGrad(Tensor):
         about = f"of parameter {self.piece.range.slot.name!r}"
         comm = self.gradients.store.comm
         comm.control.call(SyncPoint.GRADIENT, about=about).wait()
-        whole: Tensor = self.gradients.assemble(self.place, self.part)
+        parts = [(self.piece.range.in_shard, self.part)]
+        whole: Tensor = self.gradients.store.assemble(parts).views[self.place].clone()
         if not is_lent or not self.is_current:
             return whole
         # Always gathered, as ranks may differ in what they still have views of.
@@ -145,12 +146,7 @@ class FullGrad(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if (value.shape, value.device, value.dtype) != (self.shape, self.device, self.dtype):
-            raise RuntimeError(
-                f"Data of shape {tuple(value.shape)}, {value.dtype} on {value.device} cannot be"
-                f" assigned to the gradient of parameter {self.piece.range.slot.name!r}, of shape"
-                f" {tuple(self.shape)}, {self.dtype} on {self.device}"
-            )
+        self.piece.require_fits(value)
         with torch.no_grad():
             self.copy_(value)
 
@@ -255,52 +251,50 @@ def _changes_elements(func: Any, name: str) -> bool:
     return name.startswith("_foreach") or torch.Tag.pointwise in func.tags or func in _WRITES
 
 
-class _Target:
-    """Memory that is changed in place: a part, a whole gradient that users see, or a tensor.
+class _Target(NamedTuple):
+    """Memory that is changed in place: of a tensor, or of a gradient, whole where users see it."""
 
-    Args:
-        memory: The memory.
-        grad: The gradient if ``memory`` is its part or the whole of it.
-    """
-
-    def __init__(self, memory: Tensor, grad: FullGrad | None, *, is_part: bool = False) -> None:
-        self.memory, self._grad, self._is_part = memory, grad, is_part
-        # Parts may rest on the host, where one call cannot change others too.
-        self.rests = is_part and grad is not None and not grad.piece.stays
+    memory: Tensor
+    grad: FullGrad | None = None
+    is_part: bool = False
 
     @staticmethod
-    def all_of(value: Any) -> list[_Target]:
-        """Return what a change of ``value`` changes, after whole gradients have been settled."""
+    def of(value: Any) -> _Target:
         if not isinstance(value, FullGrad):
-            return [_Target(value, None)]
-        value.gradients.settle(value.place)
-        found = [_Target(value.part, value, is_part=True)]
-        if value.shared is not None:
-            found.append(_Target(value.shared, value))
-        return found
+            return _Target(value)
+        whole = value.shared
+        return _Target(value.part, value, is_part=True) if whole is None else _Target(whole, value)
 
-    def matching(self, value: Any, whole_of: Callable[[FullGrad], Tensor]) -> Any:
+    def operand(self, value: Any, whole_of: Callable[[FullGrad], Tensor]) -> Any:
         """Return the part of an operand that lines up with the memory."""
         if isinstance(value, FullGrad):
-            grad = self._grad
-            if grad is not None and value.part is grad.part:
+            if self.grad is not None and value.part is self.grad.part:
                 return self.memory
             value = whole_of(value)
-        elif not isinstance(value, Tensor) or value.dim() == 0:
-            return self._beside(value)
-        if not self._is_part or self._grad is None:
+        if self.grad is None or not isinstance(value, Tensor):
             return value
-        range_, shape = self._grad.piece.range, self._grad.shape
-        return range_.part_of(value.expand(shape)).to(self.memory.device)
+        if self.is_part and value.dim():
+            value = self.grad.piece.range.part_of(value.expand(self.grad.shape))
+        # A device takes numbers of its host, but not the other way round.
+        is_number_on_host = not value.dim() and self.memory.device.type != "cpu"
+        return value if is_number_on_host else value.to(self.memory.device)
 
-    def _beside(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and self.memory.device.type == "cpu":
-            return value.to(self.memory.device)
-        return value
+    def store(self) -> None:
+        """Copy what was changed of a whole gradient to its part."""
+        if self.grad is not None and not self.is_part:
+            self.grad.part.copy_(self.grad.piece.range.part_of(self.memory))
+
+
+def _by_device(targets: Sequence[_Target]) -> Iterable[list[int]]:
+    """Return the places of ``targets`` by device: parts may rest on the host."""
+    found: dict[torch.device, list[int]] = {}
+    for index, target in enumerate(targets):
+        found.setdefault(target.memory.device, []).append(index)
+    return found.values()
 
 
 def _change(func: Any, targets: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Apply ``func`` to the parts, and to whole gradients that users see, as if to whole ones."""
+    """Apply ``func`` to the parts, or to whole gradients that users see, as if to whole ones."""
     wholes: dict[int, Tensor] = {}
 
     def whole_of(grad: FullGrad) -> Tensor:
@@ -308,50 +302,40 @@ def _change(func: Any, targets: Any, others: Sequence[Any], kwargs: dict[str, An
             wholes[id(grad.part)] = grad.whole(is_lent=False)
         return wholes[id(grad.part)]
 
-    # Gathered before anything changes: an operand may be a target, too.
-    is_list = isinstance(targets, (list, tuple))
-    one_by_one = [*targets] if is_list else [targets]
-
-    def gather(value: Any, index: int) -> None:
-        if isinstance(value, (list, tuple)):
-            for number, one in enumerate(value):
-                gather(one, number)
-        elif isinstance(value, FullGrad):
-            target = one_by_one[index]
-            if not (isinstance(target, FullGrad) and target.part is value.part):
-                whole_of(value)
-
-    for value in (*others, *kwargs.values()):
-        gather(value, 0)
-    places = [(number, t) for number, one in enumerate(one_by_one) for t in _Target.all_of(one)]
-    if not is_list:
-        for _, target in places:
-            matched = [target.matching(other, whole_of) for other in others]
-            options = {key: target.matching(value, whole_of) for key, value in kwargs.items()}
-            func(target.memory, *matched, **options)
-        return
-    for rests in (False, True):
-        group = [(number, target) for number, target in places if target.rests is rests]
-        if not group:
-            continue
+    # Operands are gathered before anything changes: one may be a target, too.
+    if isinstance(targets, (list, tuple)):
+        found = [_Target.of(one) for one in targets]
         matched = [
-            [target.matching(other[number], whole_of) for number, target in group]
-            if isinstance(other, (list, tuple))
-            else group[0][1].matching(other, whole_of)
+            [
+                target.operand(other[i] if isinstance(other, (list, tuple)) else other, whole_of)
+                for i, target in enumerate(found)
+            ]
             for other in others
         ]
-        func([target.memory for _, target in group], *matched, **kwargs)
+        for places in _by_device(found):
+            operands = [
+                [own[i] for i in places] if isinstance(other, (list, tuple)) else own[places[0]]
+                for own, other in zip(matched, others, strict=True)
+            ]
+            func([found[i].memory for i in places], *operands, **kwargs)
+    else:
+        found = [target := _Target.of(targets)]
+        operands = [target.operand(other, whole_of) for other in others]
+        options = {key: target.operand(value, whole_of) for key, value in kwargs.items()}
+        func(target.memory, *operands, **options)
+    for target in found:
+        target.store()
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, factor: Tensor) -> None:
     """Unscale gradients for ``torch.amp.GradScaler``; all ranks get an inf that any has found."""
-    targets = [target for grad in grads for target in _Target.all_of(grad)]
-    for rests in (False, True):
-        memory = [target.memory for target in targets if target.rests is rests]
-        if memory:
-            device = memory[0].device
-            found = found_inf.to(device)
-            _UNSCALE(memory, found, factor.to(device))
-            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+    targets = [_Target.of(grad) for grad in grads]
+    for places in _by_device(targets):
+        memory = [targets[i].memory for i in places]
+        found = found_inf.to(memory[0].device)
+        _UNSCALE(memory, found, factor.to(found.device))
+        found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+    for target in targets:
+        target.store()
     comm = next(one.gradients.store.comm for one in grads if isinstance(one, FullGrad))
     comm.control.max(found_inf, f"{SyncPoint.GRADIENT.value}: whether it is finite")

@@ -6,9 +6,9 @@ holds its part of that as its ``grad``, which optimizers read::
 
     autograd -> take -> partial -> reduce -> add -> shard -> install -> ``grad`` of the pieces
 
-The ``grad`` of a parameter is a property (:data:`GRAD`). Torch's own slot is empty but for the time
-from autograd to :meth:`FlatGradients.take`, so autograd never adds to an earlier gradient. Reading
-the property returns, in this order:
+The ``grad`` of a parameter is a property (:data:`~lightning_zero.parameters.guarded.GRAD`). Torch's
+own :data:`SLOT` is empty outside of backward passes, so autograd never adds to an earlier gradient.
+Reading the property returns, in this order:
 
 * a gradient that autograd has just finished, in hooks of the parameter;
 * this rank's own gradient behind a backward pass that sent nothing, a copy of the partial buffer;
@@ -31,23 +31,23 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from lightning_zero.comm import Pending, ReduceBuffer
+from lightning_zero.comm import Pending
 from lightning_zero.parameters.full_grad import FullGrad
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Store
 from lightning_zero.tensors import Work, internals, lasting_tensors, runs_outside
 
-_SLOT: Any = Tensor.grad
+SLOT: Any = Tensor.grad
+"""Torch's own property, empty but for the time from autograd to :meth:`FlatGradients.take`."""
 _SMALL_BYTES = 2**14
 """Gradients up to this size are moved together: one call each would cost more than the copy."""
-_TOGETHER_BYTES = 2**16
-"""The most bytes that wait to be moved together; they are still in a core's cache then."""
+_MOST_TOGETHER = 32
+"""The most that wait to be moved together; they are still in a core's cache then."""
 
 
 class Reach(Enum):
@@ -61,23 +61,75 @@ class Reach(Enum):
     """All ranks."""
 
 
-class FlatGradients:
-    """The gradients of one group of parameters.
-
-    It runs for every gradient, where a call costs as much as a copy, so its state is plain
-    attributes and lists, not objects with methods.
+class Partial:
+    """This rank's summands of the gradients of a group, before their reduction.
 
     Args:
-        assemble: Returns the whole tensor of a parameter, given its index and this rank's part.
+        divisor: What gradients are divided by while they are moved here.
+
+    Attributes:
+        buffer: Their memory.
+        views: The summand of each parameter.
+        filled: For each parameter, whether it has one.
+    """
+
+    def __init__(self, store: Store, divisor: int) -> None:
+        self.divisor, self._slots = divisor, store.layout.slots
+        numel, dtype = store.layout.numel, store.plan.grad.dtype
+        self.buffer = store.comm.transport.reduce_buffer(numel, dtype)
+        self.views, was_ours = self.buffer.views_of(self._slots)
+        for start, stop in () if was_ours else store.layout.gaps:
+            self.buffer.tensor[start:stop].zero_()
+        self.filled = [False] * len(self._slots)
+        # Small gradients on their way.
+        self._taken: list[tuple[int, Tensor]] = []
+
+    def add(self, index: int, grad: Tensor) -> None:
+        """Add a gradient, or have it added by :meth:`move`."""
+        if grad.nbytes > _SMALL_BYTES or self.filled[index]:
+            self.move()
+            view = self.views[index]
+            if self.filled[index]:
+                view.add_(grad, alpha=1 / self.divisor)
+            elif self.divisor == 1:
+                view.copy_(grad)
+            else:
+                torch.mul(grad, 1 / self.divisor, out=view)
+        else:
+            self._taken.append((index, grad))
+            if len(self._taken) == _MOST_TOGETHER:
+                self.move()
+        self.filled[index] = True
+
+    def move(self) -> None:
+        """Move the small gradients that wait, while they are still in the cache."""
+        if not self._taken:
+            return
+        taken, self._taken = self._taken, []
+        places, grads = zip(*taken, strict=True)
+        targets = [self.views[place] for place in places]
+        internals.copy_each(targets, grads)
+        if self.divisor == 1:
+            return
+        first, last = min(places), max(places)
+        if last - first + 1 == len(taken):
+            # Neighbours: scale them in one pass, and the zeros between them too.
+            targets = [self.buffer.tensor[self._slots[first].offset : self._slots[last].stop]]
+        for target in targets:
+            target.mul_(1 / self.divisor)
+
+
+class FlatGradients:
+    """The gradients of one group of parameters.
 
     Attributes:
         pieces: This rank's pieces of the parameters.
         store: Where gradients rest.
-        partial: The unreduced gradients and a view of each; ``None`` while there are none.
-        filled: For each parameter, whether its gradient is, or will be, in :attr:`partial`.
+        partial: The unreduced gradients; ``None`` while there are none.
         wants: For each parameter, whether it wants a gradient in this backward pass.
         used: For each parameter, whether a gradient came since gradients were last installed.
         reach: Of the last backward pass.
+        divides_late: Whether the next shard is divided, not the gradients in the partial buffer.
         is_new: Whether no optimizer has begun a step since.
         shows_own: Whether :attr:`partial` holds gradients of passes that sent nothing.
         averaged: For each parameter, whether it has an average; this rank's part may be empty.
@@ -85,42 +137,27 @@ class FlatGradients:
         lent: Whole gradients that users may still change, by parameter.
     """
 
-    def __init__(
-        self,
-        pieces: Sequence[Piece],
-        store: Store,
-        assemble: Callable[[int, Tensor], Tensor],
-    ) -> None:
-        self.pieces, self.store, self.assemble = pieces, store, assemble
-        self.partial: tuple[ReduceBuffer, list[Tensor]] | None = None
+    def __init__(self, pieces: Sequence[Piece], store: Store) -> None:
+        self.pieces, self.store = pieces, store
+        self.partial: Partial | None = None
         self.wants: list[bool] = []
-        self.filled, self.used, self.averaged = ([False] * len(pieces) for _ in range(3))
+        self.used, self.averaged = ([False] * len(pieces) for _ in range(2))
         self.reach, self.is_new = Reach.ALL, True
-        self.shows_own = False
+        self.shows_own = self.divides_late = False
         self.of_copy: set[int] = set()
         self.lent: dict[int, Tensor] = {}
-        # Small gradients on their way to the partial buffer, and their bytes.
-        self._taken: list[tuple[int, Tensor]] = []
-        self._taken_bytes = 0
         # What reductions under way hold, for :meth:`memory`.
         self._in_flight: list[Tensor] = []
         # The shard while its gradients are not installed yet, and the work that fills it.
         self._fresh: tuple[Tensor, Work] | None = None
         # The shard of which pieces hold parts, as long as they do.
         self._installed: Callable[[], Tensor | None] = _nothing
-        # What the gradients in the partial buffer are divided by. They are while they are moved, as
-        # in DDP, where that costs nothing. A move that casts cannot multiply too, so then the
-        # reduced shard is scaled, which is N times smaller. The same goes for a rank's own
-        # gradients that are shown before they are reduced.
-        casts = store.plan.grad.dtype != store.plan.weight.dtype
-        self._divisor = self._usual_divisor = 1 if casts else store.comm.mesh.size
-        # What :data:`GRAD` has returned, as long as it is that.
+        # What the property has returned, as long as it is that.
         self._shown: dict[int, weakref.ref[Tensor]] = {}
         for index, piece in enumerate(pieces):
             piece.gradients, piece.place = self, index
-            _owners[id(piece.parameter)] = weakref.ref(self), index
             with internals.as_plain_tensors():
-                before = _SLOT.__get__(piece.parameter)
+                before = SLOT.__get__(piece.parameter)
             if before is not None:
                 self.replace(index, before)
 
@@ -136,76 +173,40 @@ class FlatGradients:
             self.settle()
             self.lent.clear()
             self._shown.clear()
-        if self.partial is not None and True not in self.filled:
-            self.partial, self._divisor = None, self._usual_divisor  # the user has dropped all
+        if self.partial is not None and True not in self.partial.filled:
+            self.partial = None  # the user has dropped all
         stays = reach is Reach.RANK or (reach is Reach.COPY and self.store.has_copies)
-        if stays or self.of_copy:
-            # Shown as they are until a later reduction, or added to such: the shard is divided.
-            self._divisor = 1
+        # Shown as they are until a later reduction, or added to such. It is the same on all ranks,
+        # also on those that have no gradient yet.
+        self.divides_late |= stays or bool(self.of_copy)
         self.reach, self.shows_own, self.is_new = reach, False, True
         self.wants = [piece.parameter.requires_grad for piece in self.pieces]
 
     def take(self, index: int, parameter: Tensor) -> None:
         """Take the gradient that autograd has just finished, to be moved to the partial buffer."""
         with internals.as_plain_tensors():
-            grad = _SLOT.__get__(parameter)
+            grad = SLOT.__get__(parameter)
             if grad is None:  # an autograd function returned none: zeros, as under DDP
                 grad = torch.zeros_like(parameter)
             else:
-                _SLOT.__set__(parameter, None)
+                SLOT.__set__(parameter, None)
         if grad.requires_grad:
             # From a backward with create_graph. `no_grad` would cost more than all the rest.
             grad = grad.detach()
         if grad.is_sparse:
             grad = grad.to_dense()
-        nbytes = grad.nbytes
-        if nbytes > _SMALL_BYTES or self.filled[index]:
-            self._move()
-            self._move_one(index, grad)
-        else:
-            if self.partial is None:
-                self._allocate_partial()
-            self._taken.append((index, grad))
-            self._taken_bytes += nbytes
-            if self._taken_bytes > _TOGETHER_BYTES:
-                self._move()
-        self.filled[index] = self.used[index] = True
+        (self.partial or self._new_partial()).add(index, grad)
+        self.used[index] = True
 
-    def _move_one(self, index: int, grad: Tensor) -> None:
-        _, views = self.partial or self._allocate_partial()
-        view = views[index]
-        if self.filled[index]:
-            view.add_(grad, alpha=1 / self._divisor)
-        elif self._divisor == 1:
-            view.copy_(grad)
-        else:
-            torch.mul(grad, 1 / self._divisor, out=view)
+    def _new_partial(self) -> Partial:
+        """Return a buffer whose gradients are divided by the number of ranks while they are moved.
 
-    def _move(self) -> None:
-        """Move the small gradients that wait, while they are still in the cache."""
-        if not self._taken:
-            return
-        buffer, views = self.partial or self._allocate_partial()
-        taken, self._taken, self._taken_bytes = self._taken, [], 0
-        targets = [views[index] for index, _ in taken]
-        internals.copy_each(targets, [grad for _, grad in taken])
-        if self._divisor == 1:
-            return
-        first, last = (end(index for index, _ in taken) for end in (min, max))
-        slots = self.store.layout.slots
-        if last - first + 1 == len(taken):
-            # Neighbours: scale them in one pass, and the zeros between them too.
-            targets = [buffer.tensor[slots[first].offset : slots[last].stop]]
-        for target in targets:
-            target.mul_(1 / self._divisor)
-
-    def _allocate_partial(self) -> tuple[ReduceBuffer, list[Tensor]]:
-        layout = self.store.layout
-        buffer = self.store.comm.transport.reduce_buffer(layout.numel, self.store.plan.grad.dtype)
-        views, was_ours = buffer.views_of(layout.slots)
-        for start, stop in () if was_ours else layout.gaps:
-            buffer.tensor[start:stop].zero_()
-        self.partial = buffer, views
+        As in DDP, where that costs nothing. A move that casts cannot multiply too, so then the
+        reduced shard is scaled, which is N times smaller.
+        """
+        plan = self.store.plan
+        is_late = self.divides_late or plan.grad.dtype != plan.weight.dtype
+        self.partial = Partial(self.store, 1 if is_late else self.store.comm.mesh.size)
         return self.partial
 
     # -- from the partial buffer to the shard ----------------------------------------------------
@@ -215,22 +216,22 @@ class FlatGradients:
 
         Called with ``is_wanted=False``, that function discards the average.
         """
-        self._move()
-        partial, views = self.partial or self._allocate_partial()
-        for view, is_filled in zip(views, self.filled, strict=True):
+        partial, self.partial = self.partial or self._new_partial(), None
+        self.divides_late = False
+        partial.move()
+        for view, is_filled in zip(partial.views, partial.filled, strict=True):
             if not is_filled:
                 view.zero_()
-        self.partial = None
-        self.filled = [False] * len(self.pieces)
-        target = self.store.reduced(partial.tensor)
-        self._in_flight = [partial.tensor] if target is partial.tensor else [partial.tensor, target]
-        work = self.store.reduce(target, partial, unit=unit, tag=tag)
+        buffer = partial.buffer
+        target = self.store.reduced(buffer.tensor)
+        self._in_flight = [buffer.tensor] if target is buffer.tensor else [buffer.tensor, target]
+        work = self.store.reduce(target, buffer, unit=unit, tag=tag)
         if self.store.plan.reduce_bits is not None:
             self._in_flight = [target]  # the partial buffer is encoded, and only the code is sent
         mesh, reach = self.store.comm.mesh, self.reach
         num_ranks = mesh.shard.size if reach is Reach.COPY else mesh.size
         # What is left of the division by the number of ranks, for the shard.
-        late_scale, self._divisor = self._divisor / num_ranks, self._usual_divisor
+        late_scale = partial.divisor / num_ranks
         sums = reach is Reach.ALL and self.store.has_copies
         if reach is Reach.ALL:
             self.of_copy.clear()
@@ -312,9 +313,11 @@ class FlatGradients:
         ]
 
     @property
-    def awaits_copies(self) -> bool:
-        """Return whether this pass has to sum gradients over the copies, even if none comes."""
-        return self.reach is Reach.ALL and bool(self.of_copy)
+    def is_pending(self) -> bool:
+        """Return whether a gradient has arrived that is not reduced, or only within its copy."""
+        if self.reach is Reach.ALL and self.of_copy:
+            return True
+        return self.partial is not None and True in self.partial.filled
 
     def install(self, has_grads: Sequence[bool]) -> None:
         """End a backward pass: give the pieces the gradients that any rank has."""
@@ -337,26 +340,25 @@ class FlatGradients:
 
     def keep_own(self) -> None:
         """End a backward pass whose gradients stay on this rank."""
-        self._move()
+        if self.partial is not None:
+            self.partial.move()
         self.shows_own = True
 
     def abandon(self) -> None:
         """Discard gradients that arrived or were reduced but are not given to the optimizer yet."""
         self.settle()
         self.lent.clear()
-        self.partial, self._in_flight, self.shows_own = None, [], False
-        self._taken, self._taken_bytes = [], 0
+        self.partial, self._in_flight = None, []
+        self.shows_own = self.divides_late = False
         is_on_host = self.store.plan.rests_on_host
         if is_on_host and self._fresh is not None and self._fresh[0] is self._installed():
             self._fresh[1].wait()  # what the user may change now would be written to later
         self._fresh = None
-        self._divisor = self._usual_divisor
-        for flags in (self.filled, self.used):
-            flags[:] = [False] * len(flags)
+        self.used = [False] * len(self.pieces)
         self._shown.clear()
         with internals.as_plain_tensors():
             for piece in self.pieces:
-                _SLOT.__set__(piece.parameter, None)
+                SLOT.__set__(piece.parameter, None)
 
     # -- what users read and assign --------------------------------------------------------------
 
@@ -369,27 +371,32 @@ class FlatGradients:
             if not isinstance(grad, FullGrad) or grad.is_current:
                 return grad
         with lasting_tensors():
-            if self.shows_own and self.filled[index]:
-                grad = self._own(index)
+            if (own := self.own(index)) is not None:
+                grad = self._shown_own(index, own)
             elif self.averaged[index]:
-                grad = self._average(index)
+                grad = self.average(index)
             else:
                 return None
         self._shown[index] = weakref.ref(grad)
         return grad
 
-    def _average(self, index: int) -> FullGrad:
+    def average(self, index: int) -> FullGrad:
+        """Return the average of a parameter that has one."""
         piece = self.pieces[index]
         part = torch.zeros_like(piece.detach()) if piece.grad is None else piece.grad
         return FullGrad(self, index, part, self.store.plan.weight.device)
 
-    def _own(self, index: int) -> Tensor:
+    def own(self, index: int) -> Tensor | None:
+        """Return this rank's own gradient behind a backward pass that sent nothing."""
+        partial = self.partial if self.shows_own else None
+        return None if partial is None or not partial.filled[index] else partial.views[index]
+
+    def _shown_own(self, index: int, view: Tensor) -> Tensor:
         """Return a copy of this rank's own gradient, added to an earlier average: a collective."""
-        assert self.partial is not None
-        view, piece = self.partial[1][index], self.pieces[index]
+        piece = self.pieces[index]
         if self.averaged[index]:
             # Every rank adds the same, so the next average leaves it unchanged.
-            view.add_(self._average(index).whole(is_lent=False))
+            view.add_(self.average(index).whole(is_lent=False))
             piece.grad, self.averaged[index] = None, False
         return self.lend(index, view.to(piece.dtype, copy=True))
 
@@ -421,8 +428,8 @@ class FlatGradients:
                 whole, piece = self.lent.get(place), self.pieces[place]
                 if whole is None:
                     continue
-                if self.shows_own and self.filled[place] and self.partial is not None:
-                    self.partial[1][place].copy_(whole)
+                if (own := self.own(place)) is not None:
+                    own.copy_(whole)
                 elif piece.grad is not None:
                     piece.grad.copy_(piece.range.part_of(whole))
 
@@ -436,10 +443,12 @@ class FlatGradients:
             self.lent.pop(index, None)
         piece = self.pieces[index]
         piece.grad = None
-        self.averaged[index] = self.filled[index] = self.used[index] = False
+        self.averaged[index] = self.used[index] = False
+        if self.partial is not None:
+            self.partial.filled[index] = False
         self.of_copy.discard(index)
         self._shown.pop(index, None)
-        _SLOT.__set__(piece.parameter, None)
+        SLOT.__set__(piece.parameter, None)
 
     @runs_outside
     def replace(self, index: int, value: Tensor) -> None:
@@ -452,13 +461,13 @@ class FlatGradients:
                 return
             part = value.part.clone()
         else:
-            _check_fits(piece, value)
+            piece.require_fits(value)
             with lasting_tensors():
                 whole = value.detach()
                 whole = whole.to_dense() if whole.is_sparse else whole
-                if self.shows_own and self.filled[index] and self.partial is not None:
+                if (own := self.own(index)) is not None:
                     # What replaces this rank's own is sent for it, without an earlier average.
-                    self.partial[1][index].copy_(whole)
+                    own.copy_(whole)
                     piece.grad, self.averaged[index] = None, False
                     self._shown[index] = weakref.ref(self.lend(index, value))
                     return
@@ -471,11 +480,6 @@ class FlatGradients:
         if not isinstance(value, FullGrad):
             self.lend(index, whole)
 
-    def let_go(self) -> None:
-        """Release the parameters: they have no gradients any more."""
-        for piece in self.pieces:
-            _owners.pop(id(piece.parameter), None)
-
     def memory(self) -> Counter[str]:
         """Return the bytes held now, by kind; see ``ShardedModel.memory``."""
         plan, shard = self.store.plan, self._fresh[0] if self._fresh else self._installed()
@@ -483,7 +487,7 @@ class FlatGradients:
         for piece in self.pieces:
             if piece.grad is not None and (shard is None or piece.grad._base is not shard):
                 rows[plan.row("gradients")] += piece.grad.nbytes
-        partial = self.partial[0].tensor.nbytes if self.partial is not None else 0
+        partial = self.partial.buffer.tensor.nbytes if self.partial is not None else 0
         rows["unreduced"] += partial + sum(tensor.nbytes for tensor in self._in_flight)
         return rows
 
@@ -492,58 +496,8 @@ def _nothing() -> None:
     return None
 
 
-# -- the property of parameters --------------------------------------------------------------------
-
-_owners: dict[int, tuple[weakref.ref[FlatGradients], int]] = {}
-"""The gradients that a parameter has a part in, and its index there, by the parameter's ``id``."""
 _lenders: weakref.WeakSet[FlatGradients] = weakref.WeakSet()
 """Gradients of which users may still change whole averages."""
-
-
-def _owner_of(parameter: Parameter) -> tuple[FlatGradients | None, int]:
-    owner, index = _owners.get(id(parameter), (None, 0))
-    return (None if owner is None else owner()), index
-
-
-def _get(parameter: Parameter) -> Tensor | None:
-    with internals.as_plain_tensors():
-        grad = _SLOT.__get__(parameter)
-    if grad is None:
-        owner, index = _owner_of(parameter)
-        if owner is not None and (owner.averaged[index] or owner.shows_own):
-            grad = owner.shown(index)
-    return cast("Tensor | None", grad)
-
-
-def _set(parameter: Parameter, value: Tensor | None) -> None:
-    owner, index = _owner_of(parameter)
-    with internals.as_plain_tensors():
-        is_in_hook = internals.in_backward() and _SLOT.__get__(parameter) is not None
-        if owner is None or is_in_hook:
-            _SLOT.__set__(parameter, value)
-        elif value is None:
-            owner.drop(index)
-    if owner is not None and not is_in_hook and value is not None:
-        owner.replace(index, value)
-
-
-GRAD = property(_get, _set, lambda parameter: _set(parameter, None))
-"""The ``grad`` of a parameter that an engine has taken."""
-
-
-def _check_fits(piece: Piece, value: Tensor) -> None:
-    parameter = piece.parameter
-    if not isinstance(value, Tensor):
-        raise TypeError(f"assigned grad expected to be a Tensor or None but got {type(value)}")
-    dtypes = (parameter.dtype, piece.dtype)
-    if (value.shape, value.device) != (parameter.shape, parameter.device) or (
-        value.dtype not in dtypes
-    ):
-        raise RuntimeError(
-            f"A gradient of shape {tuple(value.shape)}, {value.dtype} on {value.device} cannot be"
-            f" assigned to parameter {piece.range.slot.name!r}, of shape {tuple(parameter.shape)},"
-            f" {piece.dtype} on {parameter.device}"
-        )
 
 
 def _of_another(piece: Piece, other: Piece) -> RuntimeError:
@@ -590,8 +544,8 @@ def begin_step(pieces: Sequence[Piece], kind: str) -> None:
     with internals.as_plain_tensors():
         for piece in pieces:
             owner, index = piece.gradients, piece.place
-            is_own = owner.shows_own and owner.filled[index]
-            is_own |= _SLOT.__get__(piece.parameter) is not None
+            is_own = owner.shows_own and owner.own(index) is not None
+            is_own |= SLOT.__get__(piece.parameter) is not None
             if is_own or index in owner.of_copy:
                 copy = "reduced within one copy of the model's states only"
                 whose = "this rank's own" if is_own else copy

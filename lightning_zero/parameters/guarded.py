@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.parameters.gradients import GRAD
+from lightning_zero.parameters.gradients import SLOT, FlatGradients
 from lightning_zero.plan import Plan
 from lightning_zero.tensors import internals, properties
 
@@ -55,15 +55,14 @@ class Group(Protocol):
 
     owner: Owner
     plan: Plan
+    gradients: FlatGradients
 
-    def expose(self, index: int, *, is_plain: bool = False) -> None:
-        """Note that a parameter may be changed without its version counter.
+    def expose(self, index: int, tensor: Tensor, *, is_plain: bool = False) -> None:
+        """Note that ``tensor`` lies in the memory of a parameter, and may outlive it there.
 
-        With ``is_plain`` only by an array of a plain view.
+        The parameter may be changed by it without its version counter, with ``is_plain`` only by an
+        array.
         """
-
-    def watch(self, tensor: Tensor) -> None:
-        """Note that ``tensor`` lies in the memory of a parameter, and may outlive it there."""
 
     def require_like(self, index: int, data: Tensor) -> None:
         """Raise unless ``data`` may become the data of a parameter."""
@@ -74,18 +73,19 @@ class Ownership:
 
     Attributes:
         name: The parameter's qualified name.
+        group_of: Returns its group; ``None`` if it was released or its engine is gone.
         dtype: The dtype of the parameter's master.
         stride: The parameter's stride before it was owned.
         former: The memory that it had before, not kept alive.
         last_hook: The ``id`` of the owner's hook that takes gradients; ``None`` without one.
     """
 
-    __slots__ = ("_group", "_life", "dtype", "former", "index", "last_hook", "name", "stride")
+    __slots__ = ("_life", "dtype", "former", "group_of", "index", "last_hook", "name", "stride")
 
     def __init__(
         self, group: Group, index: int, name: str, dtype: torch.dtype, parameter: Parameter
     ) -> None:
-        self._group: Callable[[], Group | None] = weakref.ref(group)
+        self.group_of: Callable[[], Group | None] = weakref.ref(group)
         self.index, self.name, self.dtype = index, name, dtype
         self.stride = parameter.stride()
         self.former = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
@@ -94,14 +94,10 @@ class Ownership:
         key = id(parameter)
         self._life = weakref.ref(parameter, lambda _: _ownerships.pop(key, None))
 
-    def end(self) -> None:
-        """Release the parameter."""
-        self._group = _none
-
-    @property
-    def group(self) -> Group | None:
-        """The parameter's group; ``None`` if it was released or its engine is gone."""
-        return self._group()
+    def end(self, group: Group) -> None:
+        """Release the parameter, unless another group has taken it."""
+        if self.group_of() is group:
+            self.group_of = _none
 
     @property
     def owner(self) -> Owner:
@@ -110,7 +106,7 @@ class Ownership:
         Raises:
             RuntimeError: There is none any more; a parameter that was left at rest stays so.
         """
-        group = self._group()
+        group = self.group_of()
         if group is None:
             raise RuntimeError(
                 f"Parameter {self.name!r} was left sharded when training ended:"
@@ -140,17 +136,47 @@ def ownership_of(parameter: Parameter) -> Ownership:
     return _ownerships[id(parameter)]
 
 
-def take(
-    named: Iterable[tuple[str, Parameter]], group: Group, dtype: torch.dtype
-) -> list[Ownership]:
-    """Give parameters, whose masters have ``dtype``, to a group, and return their ownerships."""
+def take(named: Iterable[tuple[str, Parameter]], group: Group, dtype: torch.dtype) -> None:
+    """Give parameters, whose masters have ``dtype``, to a group."""
     _notice_transforms()
-    taken = []
     for index, (name, parameter) in enumerate(named):
         restore_class(parameter)
-        one = _ownerships[id(parameter)] = Ownership(group, index, name, dtype, parameter)
-        taken.append(one)
-    return taken
+        _ownerships[id(parameter)] = Ownership(group, index, name, dtype, parameter)
+
+
+# -- the property of gradients ---------------------------------------------------------------------
+
+
+def _gradients_of(parameter: Parameter) -> tuple[FlatGradients | None, int]:
+    ownership = _ownerships[id(parameter)]
+    group = ownership.group_of()
+    return (None if group is None else group.gradients), ownership.index
+
+
+def _get(parameter: Parameter) -> Tensor | None:
+    with internals.as_plain_tensors():
+        grad = SLOT.__get__(parameter)
+    if grad is None:
+        gradients, index = _gradients_of(parameter)
+        if gradients is not None and (gradients.averaged[index] or gradients.shows_own):
+            grad = gradients.shown(index)
+    return cast("Tensor | None", grad)
+
+
+def _set(parameter: Parameter, value: Tensor | None) -> None:
+    gradients, index = _gradients_of(parameter)
+    with internals.as_plain_tensors():
+        is_in_hook = internals.in_backward() and SLOT.__get__(parameter) is not None
+        if gradients is None or is_in_hook:
+            SLOT.__set__(parameter, value)
+        elif value is None:
+            gradients.drop(index)
+    if gradients is not None and not is_in_hook and value is not None:
+        gradients.replace(index, value)
+
+
+GRAD = property(_get, _set, lambda parameter: _set(parameter, None))
+"""The ``grad`` of a parameter that an engine has taken."""
 
 
 # -- classes ---------------------------------------------------------------------------------------
@@ -294,12 +320,11 @@ def _handed_out(
     if torch.compiler.is_compiling():
         return get(parameter)
     ownership = ownership_of(parameter)
-    group = ownership.group
+    group = ownership.group_of()
     if group is None:
         return get(parameter)
-    group.expose(ownership.index, is_plain=is_plain)
     found = get(parameter)
-    group.watch(found)
+    group.expose(ownership.index, found, is_plain=is_plain)
     return found
 
 
@@ -318,7 +343,7 @@ def _untrained(parameter: Parameter) -> RuntimeError:
 
 def _require_like(parameter: Parameter, data: Tensor) -> None:
     ownership = ownership_of(parameter)
-    if (group := ownership.group) is not None:
+    if (group := ownership.group_of()) is not None:
         group.require_like(ownership.index, data)
 
 
@@ -349,7 +374,7 @@ def make_readable(value: Any, *, computes: bool = False) -> None:
     for one in _tensors_in(value):
         if isinstance(one, (Guarded, Readable)):
             owned = cast(Parameter, one)
-            if isinstance(one, Guarded) or ownership_of(owned).group is not None:
+            if isinstance(one, Guarded) or ownership_of(owned).group_of() is not None:
                 owner = ownership_of(owned).owner
                 by_owner.setdefault(id(owner), (owner, []))[1].append(owned)
     for owner, parameters in by_owner.values():
@@ -365,8 +390,8 @@ def _notice_transforms() -> None:
 
 def _note_transform(value: Any) -> None:
     if isinstance(value, _Owned):
-        group = ownership_of(cast(Parameter, value)).group
-        if group is not None and group.plan.gives_weights_back:
+        group = ownership_of(cast(Parameter, value)).group_of()
+        if group is not None and group.plan.reshards:
             raise unfollowed("A transform of torch.func")
         make_readable(value, computes=True)
 
@@ -416,8 +441,6 @@ def restore_class(parameter: Parameter) -> None:
 
 # -- parameters for other purposes -----------------------------------------------------------------
 
-_GRAD: Any = Tensor.grad
-
 
 class Lent:
     """A parameter that is an ordinary one, with other data and gradient, until :meth:`end`.
@@ -433,9 +456,9 @@ class Lent:
         with internals.as_plain_tensors():
             self._data = properties.GET_DATA(parameter)
             self._version = internals.keep_version(parameter)
-            _GRAD.__set__(parameter, None)
+            SLOT.__set__(parameter, None)
             properties.SET_DATA(parameter, data)
-            _GRAD.__set__(parameter, grad)
+            SLOT.__set__(parameter, grad)
         restore_class(parameter)
 
     @property
@@ -446,7 +469,7 @@ class Lent:
     def end(self) -> None:
         """Make the parameter show what it did before."""
         with internals.as_plain_tensors():
-            _GRAD.__set__(self._parameter, None)
+            SLOT.__set__(self._parameter, None)
             if self.is_intact:
                 properties.SET_DATA(self._parameter, self._data)
                 self._parameter.__class__ = self._class

@@ -109,6 +109,20 @@ class Piece(Parameter):
         self.parameter.requires_grad = requires_grad
         return self
 
+    def require_fits(self, grad: Tensor) -> None:
+        """Raise unless ``grad`` may become the whole gradient."""
+        if not isinstance(grad, Tensor):
+            raise TypeError(f"assigned grad expected to be a Tensor or None but got {type(grad)}")
+        parameter, dtypes = self.parameter, (self.parameter.dtype, self.dtype)
+        if (grad.shape, grad.device) != (parameter.shape, parameter.device) or (
+            grad.dtype not in dtypes
+        ):
+            raise RuntimeError(
+                f"A gradient of shape {tuple(grad.shape)}, {grad.dtype} on {grad.device} cannot be"
+                f" assigned to parameter {self.range.slot.name!r}, of shape"
+                f" {tuple(parameter.shape)}, {self.dtype} on {parameter.device}"
+            )
+
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The parameter's shape, over all ranks that tensor parallelism cuts it over."""

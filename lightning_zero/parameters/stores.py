@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.comm import Cargo, Codec, Communicator, Extent, Pending, Shards, weights_of
-from lightning_zero.parameters.buffer import Buffer
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import (
     CHUNK_BYTES,
@@ -26,8 +25,76 @@ from lightning_zero.tensors import (
     UploadPart,
     Work,
     ask_for_large_pages,
+    internals,
     lasting_tensors,
 )
+
+
+class Buffer:
+    """A flat 1-D tensor of a layout's ``numel`` elements, with one view per slot.
+
+    Memory is released by resizing the storage to zero, never by replacing it: autograd saves
+    *views* of weights (``F.linear`` saves ``weight.t()``), and those must see the data when the
+    buffer is filled again.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        tensor: Tensor | None = None,
+    ) -> None:
+        with lasting_tensors():
+            if tensor is None:
+                tensor = torch.empty(layout.numel, dtype=dtype, device=device)
+            self.tensor = tensor
+            self._slots = layout.slots
+            self.views = self._views()
+        self._nbytes = self.tensor.nbytes
+        self._is_large = self._nbytes >= LARGE_BYTES
+
+    def _views(self) -> list[Tensor]:
+        slots, tensor = self._slots, self.tensor
+        return [tensor.as_strided(one.shape, one.stride, one.offset) for one in slots]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the buffer holds now."""
+        return min(self.tensor.untyped_storage().nbytes(), self._nbytes)
+
+    def allocate(self) -> None:
+        """Allocate the memory; its content is undefined."""
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() < self._nbytes:
+            storage.resize_(self._nbytes)
+            if self._is_large:
+                ask_for_large_pages(self.tensor)
+
+    def release(self) -> None:
+        """Release the memory; views stay, unreadable until the buffer is filled again."""
+        storage = self.tensor.untyped_storage()
+        # Memory that is shared with a numpy array stays.
+        if storage.resizable():
+            storage.resize_(0)
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether anything but the buffer and its views refers to the storage."""
+        storage = self.tensor.untyped_storage()
+        # Its own tensor and that variable do, too.
+        return internals.num_references(storage) > len(self.views) + 2
+
+    def leave(self) -> None:
+        """Leave the memory to whoever refers to it, and have other memory from now on."""
+        with lasting_tensors():
+            self.tensor = torch.empty_like(self.tensor)
+            self.views = self._views()
+        self.release()
+
+    def shard(self, rank: int, world_size: int) -> Tensor:
+        """Return the part of ``rank``; a view, so it needs memory to be read."""
+        return self.tensor.view(world_size, -1)[rank]
 
 
 def _extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:
@@ -159,6 +226,21 @@ class Store:
     def whole_masters(self) -> Buffer:
         """Return a new buffer for whole masters, on the device where weights are whole."""
         return Buffer(self.layout, self.plan.master.dtype, self.plan.weight.device)
+
+    def assemble(self, parts: Sequence[tuple[slice, Tensor]]) -> Buffer:
+        """Return a new buffer, assembled from ranges of each rank's shard and their content.
+
+        Its dtype can hold the values of all of them.
+        """
+        dtype = functools.reduce(torch.promote_types, [part.dtype for _, part in parts])
+        device = self.plan.weight.device
+        with lasting_tensors():
+            whole = Buffer(self.layout, dtype, device)
+            shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+            for in_shard, part in parts:
+                shard[in_shard] = part
+            self.gather(whole.tensor, Shards(shard), unit="full", tag=0).wait()
+        return whole
 
     def reduced(self, partial: Tensor | None = None) -> Tensor:
         """Return memory for this rank's shard of a reduction's result; its content is undefined.
@@ -393,7 +475,7 @@ def store_for(
     Without offload to a device's host, ``memory`` yields the memory for the masters next, if given.
     """
     if plan.rests_on_host:
-        is_on_device = plan.gives_weights_back and plan.weight.medium is Medium.DEVICE
+        is_on_device = plan.reshards and plan.weight.medium is Medium.DEVICE
         return (ShardsOnDevice if is_on_device else HostStore)(layout, plan, comm, scratch)
     return Store(layout, plan, comm, scratch, memory)
 

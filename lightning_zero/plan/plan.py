@@ -117,7 +117,7 @@ class Plan:
     stochastic_rounding: bool = False
 
     @cached_property
-    def gives_weights_back(self) -> bool:
+    def reshards(self) -> bool:
         """Return whether whole weights are released after use."""
         return self.weight.placement is Placement.SHARDED
 
@@ -134,12 +134,17 @@ class Plan:
     @cached_property
     def rests_apart(self) -> bool:
         """Return whether masters and whole weights lie in different storages."""
-        return self.has_master or self.gives_weights_back
+        return self.has_master or self.reshards
 
     @cached_property
     def are_copies(self) -> bool:
         """Return whether whole weights are copies of more precise masters."""
         return self.has_master or self.gather_bits is not None
+
+    @cached_property
+    def is_cast(self) -> bool:
+        """Return whether whole weights show fewer digits than their masters have."""
+        return self.weight.dtype is not self.master.dtype or self.gather_bits is not None
 
     @cached_property
     def rests_on_host(self) -> bool:
@@ -191,9 +196,9 @@ class Plan:
         home holds ``numel`` elements of ``grad.dtype`` between microbatches instead.
         """
         shard = numel // world_size
-        weight = shard if self.gives_weights_back else numel
+        weight = shard if self.reshards else numel
         is_beside = self.master.medium is self.weight.medium
-        is_cast = self.gives_weights_back and self.has_master and is_beside
+        is_cast = self.reshards and self.has_master and is_beside
         is_cast = is_cast and not self.keeps_cast_weights
         return {
             "weights": 0 if is_cast else weight * self.weight.dtype.itemsize,
@@ -258,7 +263,7 @@ class Offload:
         is_away = masters is not Medium.DEVICE
         grad = Medium.HOST if is_away and not on_host else Medium.DEVICE
         device = torch.device("cpu") if is_away else plan.master.device
-        medium = weights if on_host and plan.gives_weights_back else masters
+        medium = weights if on_host and plan.reshards else masters
         return replace(
             plan,
             weight=replace(plan.weight, medium=weights),

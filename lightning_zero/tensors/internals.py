@@ -49,9 +49,7 @@ leave_func_level: Callable[[], Any] = _func.pop_dynamic_layer_stack
 enter_func_level: Callable[[Any], object] = _func.push_dynamic_layer_stack
 """The stack of transforms of ``torch.func``; ``None`` outside of all."""
 
-func_level_of: Callable[[Tensor], int] = torch._C._functorch.maybe_get_level
 is_func_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-without_func_wrapper: Callable[[Tensor], Tensor] = torch._C._functorch.get_unwrapped
 """A transform of ``torch.func`` wraps the tensors that its level computes."""
 
 

@@ -129,8 +129,8 @@ class SteppingStrategy(Sharding, DDPStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self.engine is not None
-        is_manual = not self._module.automatic_optimization
-        self.engine.prepare_backward(closure_loss, broadcasts=is_manual)
+        if not self._module.automatic_optimization:
+            self.engine.broadcast_next()
 
     @override
     @contextmanager

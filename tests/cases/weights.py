@@ -25,6 +25,7 @@ from torch.func import (
     hessian,
     jacrev,
     jvp,
+    linearize,
     vjp,
     vmap,
 )
@@ -210,6 +211,9 @@ class Saves(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if not (self.of_all or trainer.is_global_zero):
             return
+        tensors = pytest.importorskip("safetensors.torch")
+        found = tensors.load(tensors.save(pl_module.net.state_dict()))
+        assert all(torch.equal(found[n], value) for n, value in pl_module.net.state_dict().items())
         file = io.BytesIO()
         torch.save(pl_module.state_dict(), file)
         assert file.tell() < 10_000, "no more than the weights"
@@ -807,3 +811,109 @@ case(
 )
 widen("penalty", "within_profiler")
 widen("average_mean", worlds=(1, 2))
+
+
+class Metered(Regression):
+    """Modules without parameters, a metric and a loss, are called in a hook of one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric, self.others = nn.MSELoss(), nn.ModuleList([nn.L1Loss()])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 0:
+            zeros = torch.zeros(2)
+            assert self.metric(zeros, zeros) == self.others[0](zeros, zeros) == 0
+
+
+case("weights in hooks", Metered, max_steps=2, transports=("point to point", "backend"))
+
+
+class Swapping(Regression):
+    """Validates with an average of its weights, which take turns with it in one way of two."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+
+    def on_fit_start(self) -> None:
+        self.shadow = {n: p.data.clone() for n, p in self.named_parameters()}
+        self.swaps = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for n, p in self.named_parameters():
+            self.shadow[n] = (0.1 * p.data + 0.9 * self.shadow[n]).clone()
+
+    def on_validation_epoch_start(self) -> None:
+        self.swaps = not self.swaps
+        self.backup = {}
+        for n, p in self.named_parameters():
+            self.backup[n] = p.data
+            p.data = self.shadow[n]
+            if self.swaps:
+                self.shadow[n] = self.backup[n]
+
+    def on_validation_epoch_end(self) -> None:
+        for n, p in self.named_parameters():
+            if self.swaps:
+                self.shadow[n] = p.data
+            p.data = self.backup[n]
+
+
+class SwapsInStep(Noted):
+    """Validates with other weights within each validation step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        backup = {n: p.data for n, p in self.named_parameters()}
+        for p in self.parameters():
+            p.data = 0.5 * p.data
+        super().validation_step(batch, batch_idx)
+        for n, p in self.named_parameters():
+            p.data = backup[n]
+
+
+SWAPS: dict[str, Any] = {"data": SHORT["data"], "max_epochs": 3, "stages": (1, 2, 3)}
+case("weights in hooks", Swapping, **SWAPS, ulps=64)
+case("weights in hooks", Swapping, "swapping_masters", **SWAPS, precisions=("bf16-mixed",), ulps=64)
+case("weights in hooks", SwapsInStep, **SWAPS)
+
+
+def linearized(module: Regression, batch: list[Tensor]) -> Tensor:
+    out, tangent = linearize(module, batch[0])
+    return out.pow(2).mean() + tangent(batch[1]).pow(2).mean()
+
+
+case(
+    "transforms",
+    lambda: transformed_module(linearized),
+    "linearized",
+    max_steps=2,
+    ulps=64,
+    ddp=UNUSED,
+    stages=(1, 2),
+)
+
+
+class TakesTurns(Regression):
+    """Each rank leaves out one block of two, the other one in the next microbatch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net.stem(x)
+        for index, block in enumerate(self.net.blocks):
+            if index != (self.turn + self.global_rank) % 2:
+                x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.turn = batch_idx
+        return super().training_step(batch, batch_idx)
+
+
+case(
+    "gradients in hooks",
+    TakesTurns,
+    accumulate_grad_batches=2,
+    max_steps=2,
+    ulps=64,
+    ddp=UNUSED,
+    stages=(1, 2),
+)

@@ -75,7 +75,7 @@ def unreduced_units(stage: int) -> list[int]:
         def look(_: Tensor) -> None:
             nonlocal peak
             held = [flat.gradients.partial for flat in engine.sharded.flats]
-            peak = max(peak, sum(p[0].tensor.nbytes for p in held if p is not None))
+            peak = max(peak, sum(p.buffer.tensor.nbytes for p in held if p is not None))
 
         handles = [p.register_post_accumulate_grad_hook(look) for p in engine.module.parameters()]
         square(engine.module, rows(engine.comm.control.rank, step)).backward()

@@ -35,7 +35,7 @@ from lightning_zero import MemoryMonitor
 from lightning_zero.checkpoint import optimizer_state
 from lightning_zero.comm import Communicator, Control
 from lightning_zero.comm.transport import Collectives
-from lightning_zero.engine import Engine, materialize
+from lightning_zero.engine import Engine, sharded_model
 from lightning_zero.optimizer import clip, kept_states
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.device import beside_the_host
@@ -202,7 +202,7 @@ def unreadable() -> Iterator[torch.device]:
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
-        with mock.patch.object(materialize, "MetaInitializer"):  # gives models on meta values
+        with mock.patch.object(sharded_model, "MetaInitializer"):  # gives models on meta values
             yield torch.device("meta")
     finally:
         dist.destroy_process_group()

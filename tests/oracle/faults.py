@@ -97,17 +97,17 @@ _CHECKPOINT = "lightning_zero.checkpoint"
 
 PLACES = {
     # A step.
-    "the setup": Place(f"{_ENGINE}.unit_builder:UnitBuilder._unit", 1, False),
+    "the setup": Place(f"{_ENGINE}.unit_builder:MetaInitializer.fill", 1, False),
     "the adoption of an optimizer": Place(f"{_ENGINE}.engine:OptimizerHooks", 1, False),
     "the start of a batch": Place("tests.oracle.faults:Module.on_train_batch_start", 2),
     "the user's forward": Place("tests.oracle.models:Block.forward", 5, False),
     "a gather": Place(f"{_COMM}.transport:Transport.gather", 9, False),
     "the user's backward": Place("tests.oracle.faults:Backward.backward", 2, False),
-    "the start of a backward": Place(f"{_ENGINE}.reduction_order:ReductionOrder.begin", 2, False),
+    "the start of a backward": Place(f"{_ENGINE}.backward:ReductionOrder.begin", 2, False),
     "the order of the first": Place(f"{_COMM}.control:Control.broadcast_object", 1, False),
     "a reduction": Place(f"{_COMM}.transport:Transport.reduce", 7, False),
-    "the end of a reduction": Place(f"{_ENGINE}.gradients:Gradients._finish", 7, False),
-    "the end of a backward": Place(f"{_ENGINE}.reduction_order:ReductionOrder.finish", 2, False),
+    "the end of a reduction": Place(f"{_ENGINE}.gradients:Gradients.finish", 7, False),
+    "the end of a backward": Place(f"{_ENGINE}.backward:ReductionOrder.finish", 2, False),
     "a sync point": Place(f"{_COMM}.control:PendingSync.__init__", 6, False),
     "the wait at a sync point": Place(f"{_COMM}.control:PendingSync.wait", 6, False),
     "a logged value": Place("lightning_zero.trainer.steps:SteppingStrategy.reduce", 2),

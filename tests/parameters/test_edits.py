@@ -67,23 +67,17 @@ def _edit_in_step(stage: int, precision: str, how: str) -> tuple[Any, Any]:
         _late(engine)
         if how == "load_state_dict":
             engine.module.load_state_dict(ones)
-        elif how == "array":
+        else:
             for parameter in engine.module.parameters():
                 # As no array has bfloat16, its bits.
                 ones_of = torch.ones((), dtype=parameter.dtype)
                 bits = torch.int32 if parameter.itemsize == 4 else torch.int16
                 parameter.detach().view(bits).numpy()[...] = ones_of.view(bits).item()
-        else:
-            with torch.no_grad():
-                for parameter in engine.module.parameters():
-                    parameter.fill_(1.0) if how == "fill" else parameter.copy_(
-                        torch.ones_like(parameter)
-                    )
         _late(engine)
     return _values(engine), {name: one.tolist() for name, one in ones.items()}
 
 
-@pytest.mark.parametrize("how", ["load_state_dict", "array", "fill", "copy"])
+@pytest.mark.parametrize("how", ["load_state_dict", "array"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_edits_within_a_step_last(ranks: Pools, precision: str, how: str) -> None:
     for stage in STAGES:
@@ -187,6 +181,6 @@ def _nan_at(owner: int) -> tuple[bool, bool]:
     return clip.unscale(engine.sharded.pieces, engine.comm, 2.0), bool(largest.isnan())
 
 
-@pytest.mark.parametrize("owner", [0, 1, 2])
-def test_a_nan_on_any_rank_is_seen_by_all(ranks: Pools, owner: int) -> None:
-    assert ranks(3).run(_nan_at, owner) == [(True, True)] * 3
+def test_a_nan_on_any_rank_is_seen_by_all(ranks: Pools) -> None:
+    for owner in (0, 2):
+        assert ranks(3).run(_nan_at, owner) == [(True, True)] * 3

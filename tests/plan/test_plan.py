@@ -10,15 +10,15 @@ F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float6
 
 
 @pytest.mark.parametrize(
-    ("stage", "homes", "gives_back", "every"),
+    ("stage", "homes", "reshards", "every"),
     [(1, (R, P, S), False, False), (2, (R, S, S), False, True), (3, (S, S, S), True, True)],
 )
 def test_stages_are_rows(
-    stage: int, homes: tuple[Placement, ...], gives_back: bool, every: bool
+    stage: int, homes: tuple[Placement, ...], reshards: bool, every: bool
 ) -> None:
     plan = Settings(stage).plan(F32)
     assert (plan.weight.placement, plan.grad.placement, plan.master.placement) == homes
-    assert plan.gives_weights_back is gives_back
+    assert plan.reshards is reshards
     assert plan.reduces_every_microbatch is every
     assert Settings(stage, accumulate="local").plan(F32).reduces_every_microbatch is False
 

@@ -1,10 +1,15 @@
-"""Activation offload: what backward needs of a unit's forward waits in host memory.
+"""Activations that are recomputed in backward, or that wait for it in host memory.
 
-Whatever autograd saves in the forward of a unit is copied to the host, except weights, which the
-engine gathers and releases itself, and small tensors. When backward first needs a tensor of a call,
-all tensors of that call are fetched, and those of the preceding call, which backward needs next.
-Rajbhandari et al., *ZeRO-Infinity*, 2021, section 5.1.2, do this with checkpointed inputs; under
-activation checkpointing these are all that is saved.
+**Checkpointing** drops activations after forward and recomputes them in backward (Chen et al.,
+*Training Deep Nets with Sublinear Memory Cost*, 2016). The recomputation uses the tensors that the
+module held in its forward, including those that `torch.func.functional_call` swapped in for that
+call only.
+
+**Offload** copies whatever autograd saves in the forward of a unit to the host, except weights,
+which the engine gathers and releases itself, and small tensors. When backward first needs a tensor
+of a call, all tensors of that call are fetched, and those of the preceding call, which backward
+needs next. Rajbhandari et al., *ZeRO-Infinity*, 2021, section 5.1.2, do this with checkpointed
+inputs; under checkpointing these are all that is saved.
 """
 
 from __future__ import annotations
@@ -12,15 +17,117 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.comm import Pending, unwrapped
-from lightning_zero.engine.replacements import Replacements
 from lightning_zero.engine.unit import Unit
+from lightning_zero.optimizer import Announced
 from lightning_zero.tensors import HostCopies, Work, internals
+
+# -- methods of other objects ----------------------------------------------------------------------
+
+
+class Replacements:
+    """Methods that replace those of other objects until :meth:`remove`."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[Any, str, Any]] = []
+
+    def wrap(self, owner: Any, name: str, around: Callable[..., Any], *args: Any) -> None:
+        """Replace ``owner.name`` by ``around(owner.name, *args, ...)``."""
+        # The object itself may already have one, which hides that of its class.
+        self._places.append((owner, name, vars(owner).get(name)))
+        Announced.put(owner, name, around, getattr(owner, name), *args)
+
+    def remove(self) -> None:
+        """Restore the methods of all objects."""
+        for owner, name, before in reversed(self._places):
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        self._places = []
+
+
+# -- checkpointing ---------------------------------------------------------------------------------
+
+
+class ActivationCheckpointing(Replacements):
+    """Modules whose ``forward`` is checkpointed, non-reentrantly and with the RNG state preserved.
+
+    Only ``forward`` is wrapped, so module hooks run once per call and not again in the
+    recomputation.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for module in modules:
+            self.wrap(module, "forward", _checkpointed, module)
+
+    @classmethod
+    def chosen(
+        cls,
+        choice: bool | Iterable[type[nn.Module]],
+        module: nn.Module,
+        units: Iterable[nn.Module],
+    ) -> ActivationCheckpointing:
+        """Checkpoint ``units`` if ``choice`` is ``True``, or all modules of the chosen classes.
+
+        Raises:
+            ValueError: ``module`` contains no module of these classes.
+        """
+        if isinstance(choice, bool):
+            return cls(units if choice else ())
+        classes = tuple(choice)
+        found = [child for child in module.modules() if isinstance(child, classes)]
+        if not found:
+            names = ", ".join(wanted.__name__ for wanted in classes)
+            raise ValueError(f"activation_checkpointing={names}: the model has no such module.")
+        return cls(found)
+
+
+def _checkpointed(forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    run = forward if torch.compiler.is_compiling() else _with_held(module, forward)
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _with_held(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``forward`` bound to the parameters and buffers that ``module`` holds now."""
+    held = [named for child in module.modules() for named in (child._parameters, child._buffers)]
+    then = [{**named} for named in held]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if all(map(_are_same, held, then)):
+            return forward(*args, **kwargs)
+        now = [{**named} for named in held]
+        _hold(held, then)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _hold(held, now)
+
+    return run
+
+
+_Named = dict[str, Any]
+
+
+def _are_same(named: _Named, others: _Named) -> bool:
+    return named.keys() == others.keys() and all(map(is_, named.values(), others.values()))
+
+
+def _hold(held: Sequence[_Named], others: Sequence[_Named]) -> None:
+    for named, tensors in zip(held, others, strict=True):
+        named.clear()
+        named.update(tensors)
+
+
+# -- offload ---------------------------------------------------------------------------------------
 
 LEAST_BYTES = 2**16
 """Smaller storages stay on the device: a copy would cost more than the memory is worth."""
