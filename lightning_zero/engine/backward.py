@@ -165,7 +165,7 @@ class Backward:
         self._is_compared = sharded.comm.mesh.tensor is None
         self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
         # The current pass; autograd holds it, and drops it when an exception ends the pass.
-        self._pass: Callable[[], _Pass | None] = lambda: None
+        self._pass: Callable[[], object] = lambda: None
         # Whether it has gradients of parameters, and reduces them.
         self._takes = self._reduces = False
         self.events = Events(
@@ -229,9 +229,9 @@ class Backward:
         self._takes = self._reduces = False
         for unit in self._units:
             unit.gradients.are_complete = False
-        token = _Pass()
-        self._pass = weakref.ref(token)
-        internals.queue_callback(functools.partial(self._finish, token))
+        finish = functools.partial(self._finish)
+        self._pass = weakref.ref(finish)
+        internals.queue_callback(finish)
 
     def _begin_gradients(self) -> None:
         """Begin to take gradients, at the first one: a pass of `autograd.grad` has none."""
@@ -310,7 +310,7 @@ class Backward:
             )
 
     @runs_outside
-    def _finish(self, _: _Pass) -> None:
+    def _finish(self) -> None:
         """End a backward pass: reduce late gradients, wait, and reshard what is still whole."""
         if self._reduces:
             self._order.finish()
@@ -341,7 +341,3 @@ class Backward:
         self._pass = lambda: None
         self._takes = self._reduces = False
         self._order.abandon()
-
-
-class _Pass:
-    """A backward pass, while autograd runs it."""

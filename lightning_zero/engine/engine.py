@@ -124,8 +124,7 @@ class Engine:
         """Checkpoint and offload the units' activations, as the settings say."""
         settings, units = self.sharded.settings, self.sharded.units
         choice, modules = settings.activation_checkpointing, [unit.module for unit in units[:-1]]
-        wrapped: list[Replacements] = []
-        wrapped.append(ActivationCheckpointing.chosen(choice, self.module, modules))
+        wrapped: list[Replacements] = [ActivationCheckpointing.chosen(choice, self.module, modules)]
         if settings.activation_offload:
             wrapped.append(ActivationOffload.of(units, self.comm.host_copies))
         return wrapped

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 from lightning_zero.comm import Communicator, SyncPoint, require_room
@@ -202,12 +202,8 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 
 def _owns_meta(module: nn.Module) -> bool:
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    return any(map(_is_meta, tensors))
-
-
-def _is_meta(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None and tensor.is_meta for tensor in tensors)
 
 
 def _upwards(root: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:

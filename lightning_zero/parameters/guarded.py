@@ -97,7 +97,7 @@ class Ownership:
     def end(self, group: Group) -> None:
         """Release the parameter, unless another group has taken it."""
         if self.group_of() is group:
-            self.group_of = _none
+            self.group_of = lambda: None
 
     @property
     def owner(self) -> Owner:
@@ -115,10 +115,6 @@ class Ownership:
                 " restore_weights=True."
             )
         return group.owner
-
-
-def _none() -> None:
-    """Return nothing."""
 
 
 _ownerships: dict[int, Ownership] = {}
