@@ -166,7 +166,24 @@ def overlap_table(found: list[dict[str, Any]]) -> str:
 
 
 def _shown(answer: dict[str, Any]) -> str:
-    return answer.get("error") or f"{answer['seconds']:.4f} s"
+    if "error" in answer:
+        return str(answer["error"])
+    phases = [f"{name} {seconds:.1f}" for name, seconds in answer.get("phases", {}).items()]
+    return f"{answer['seconds']:.4f} s" + (f" ({', '.join(phases)} s)" if phases else "")
+
+
+def phases_table(rows: list[dict[str, Any]]) -> str:
+    """Return a Markdown table of the seconds of each phase of a run under the Trainer."""
+    timed = [row for row in rows if "phases" in row]
+    names = list(timed[0]["phases"]) if timed else []
+    lines = [
+        f"| {' | '.join(['precision', 'strategy', *names])} |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for row in timed:
+        seconds = [f"{row['phases'][name]:.1f}" for name in names]
+        lines.append(f"| {' | '.join([row['precision'], row['name'], *seconds])} |")
+    return "\n".join(lines)
 
 
 def rows_of(answers: list[list[tuple[Case, dict[str, Any]]]]) -> list[dict[str, Any]]:
@@ -255,7 +272,7 @@ def main() -> int:
     tests = f"Tests: {report['tests']['summary'] or report['tests']['code']}"
     report["profiles"] = profiles(job)
     (output / "gpu.json").write_text(json.dumps(report, indent=2))
-    tables = [table(report["rows"])]
+    tables = [table(report["rows"]), phases_table(report["rows"])]
     tables += [overlap_table(report["profiles"])] if report["profiles"] else []
     page = "\n\n".join([head, tests, *report["tests"]["failed"], *tables]) + "\n"
     (output / "gpu.md").write_text(page)

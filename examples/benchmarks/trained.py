@@ -49,17 +49,42 @@ class LitGPT(LightningModule):
 
 
 class Clock(Callback):
-    """Times steps from the end of one to the end of the next, and starts memory peaks with them."""
+    """Times steps from the end of one to the end of the next, and starts memory peaks with them.
+
+    Attributes:
+        phases: Seconds of what comes before and after the timed steps, in order: until the Trainer
+            sets up, the model is sharded, the first step ends, and the run is torn down.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._on_cuda = job.device == "cuda"
         self._ends: list[Any] = []
         self.loss = torch.zeros(())
+        self.phases: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end_phase(self, name: str) -> None:
+        """Note the seconds since the last phase ended."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.phases[name], self._last = now - self._last, now
+
+    def setup(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
+        self.end_phase("launch")
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.end_phase("build and shard")
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.end_phase("steps")
 
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if batch_idx == 0:
+            self.end_phase("first step")
         if batch_idx + 1 < self._job.warmup:
             return
         if self._on_cuda:
@@ -103,7 +128,8 @@ def trained(rank: int, name: str, job: Job, port: int, answer: Path) -> None:
         enable_model_summary=False,
     )
     trainer.fit(LitGPT(job), DataLoader(range(num_steps), batch_size=None))
-    found = {"seconds": clock.seconds(), "loss": float(clock.loss)}
+    clock.end_phase("teardown")
+    found = {"seconds": clock.seconds(), "loss": float(clock.loss), "phases": clock.phases}
     if job.device == "cuda":
         found["allocated_mib"] = torch.cuda.max_memory_allocated() / 2**20
     if STRATEGIES[name] != "auto":
