@@ -51,7 +51,6 @@ INNER = {
     "engine.unit",
     "engine.weights",
     "optimizer.known",
-    "optimizer.shared_state",
     "optimizer.toys",
     "optimizer.watch",
     "optimizer.rounding",

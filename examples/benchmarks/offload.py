@@ -55,7 +55,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint import load_module_state, read_safetensors, write_safetensors
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import States, UnitStep
+from lightning_zero.optimizer import UnitStep
 from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import StagingMemory
 
@@ -165,7 +165,7 @@ class Stepping:
         """Return steps of another optimizer over the pieces: all at once, and unit by unit."""
         pieces = self.engine.sharded.pieces
         optimizer = torch.optim.AdamW(pieces, 1e-4, fused=True)
-        unit_step = UnitStep([unit.pieces for unit in self.engine.sharded.units], States(optimizer))
+        unit_step = UnitStep(optimizer, [unit.pieces for unit in self.engine.sharded.units])
 
         def by_unit() -> None:
             unit_step.begin()

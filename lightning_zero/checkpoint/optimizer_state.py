@@ -13,7 +13,6 @@ rank has all of it, and it saves and loads it by itself.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -347,8 +346,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], engine:
     mine: Any = {}
     with engine.loading("Loading optimizer states"):
         mine = owned(state) if is_own_format else _own_states(optimizer, state)
-    whole = stepper.whole_members() if is_own_format else contextlib.nullcontext()
-    with stepper.holding_parts(), whole:
+    with stepper.holding_parts():
         optimizer.load_state_dict(mine)
 
 

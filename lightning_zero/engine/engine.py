@@ -48,10 +48,9 @@ from lightning_zero.engine.step import Step
 from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Residency
 from lightning_zero.optimizer import (
+    FileStep,
     OptimizerHooks,
-    RoundedStates,
-    StateFiles,
-    States,
+    RoundedStep,
     UnitStep,
     are_torn,
     batches_of,
@@ -205,9 +204,6 @@ class Engine:
             for engine in engines:
                 engine._after_step(pieces)
 
-        def by_unit(optimizer: Optimizer) -> UnitStep:
-            return self._by_unit(optimizer, [u for engine in engines for u in engine.sharded.units])
-
         self._compare_optimizers(optimizer)
         hooks = OptimizerHooks(
             optimizer,
@@ -216,7 +212,7 @@ class Engine:
             changed=self._compare_optimizers,
             before=before,
             after=after,
-            by_unit=by_unit if self.sharded.settings.steps_by_unit else None,
+            by_unit=self._by_unit(optimizer, [u for e in engines for u in e.sharded.units]),
             choices=self.sharded.settings.optimizer_step,
         )
         for engine in engines:
@@ -226,19 +222,18 @@ class Engine:
         self.steps.append(hooks.notice or f"{name} steps by element, each rank its own part")
         return hooks.notice
 
-    def _by_unit(self, optimizer: Optimizer, of_units: list[Unit]) -> UnitStep:
+    def _by_unit(self, optimizer: Optimizer, of_units: list[Unit]) -> UnitStep | None:
+        if not self.sharded.settings.steps_by_unit:
+            return None
         offload, scratch = self.sharded.settings.offload, self.sharded.scratch
         units = [unit.pieces for unit in of_units]
         if offload is None:
-            return UnitStep(units, RoundedStates(optimizer))
+            return RoundedStep(optimizer, units)
         units = [[piece for piece in pieces if not piece.stays] for pieces in units]
-        ledger = self.comm.transport.ledger
         if offload.optimizer != "nvme" or scratch is None:
-            return UnitStep([[p for unit in units for p in unit]], States(optimizer), ledger)
-        batches = batches_of(units)
-        states = StateFiles(optimizer, batches, scratch, self.comm)
-        pieces_of_batches = [[part.piece for part in batch] for batch in batches]
-        return UnitStep(pieces_of_batches, states, ledger)
+            of_all = [[piece for unit in units for piece in unit]]
+            return UnitStep(optimizer, of_all, self.comm.transport.ledger)
+        return FileStep(optimizer, batches_of(units), scratch, self.comm)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it when groups have changed."""

@@ -13,15 +13,12 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer import pieces
-from lightning_zero.optimizer.announced import METHODS, Around, Removable
-from lightning_zero.optimizer.known import Way
-from lightning_zero.optimizer.second_run import bring_to_rest, take_over
-from lightning_zero.optimizer.shared_state import with_inner
-from lightning_zero.optimizer.shown import Shown
-from lightning_zero.optimizer.steppers import Stepper, stepper_of
+from lightning_zero.optimizer.attached import METHODS, Around, Removable, with_inner
+from lightning_zero.optimizer.known import Way, may_step_in_batches
+from lightning_zero.optimizer.pieces import FindPiece, held_by, is_whole_state, pieces_of_groups
+from lightning_zero.optimizer.steppers import Stepper, bring_to_rest, stepper_of, take_over
 from lightning_zero.optimizer.unit_step import UnitStep
-from lightning_zero.optimizer.verdict import Verdict, slowest, verdict_of
+from lightning_zero.optimizer.watch import Verdict, slowest, verdict_of
 from lightning_zero.optimizer.whole_step import WholeStep
 from lightning_zero.parameters import Piece, begin_step, drop, have_new
 from lightning_zero.tensors import internals, runs_outside
@@ -70,7 +67,7 @@ class OptimizerHooks:
         changed: Called when members were added or replaced, before they are taken in.
         before: Called before the masters change, after the closure, if any.
         after: Called with the optimizer's pieces after a step.
-        by_unit: Makes the stepper if the optimizer steps where its states rest.
+        by_unit: The stepper if the optimizer steps where its states rest.
         choices: The setting ``optimizer_step``.
 
     Attributes:
@@ -85,28 +82,27 @@ class OptimizerHooks:
     def __init__(
         self,
         optimizer: Optimizer,
-        find_piece: pieces.FindPiece,
+        find_piece: FindPiece,
         comm: Communicator,
         *,
         changed: Callable[[], None],
         before: Callable[[], None],
         after: Callable[[list[Piece]], None],
-        by_unit: Callable[[Optimizer], UnitStep] | None = None,
+        by_unit: UnitStep | None = None,
         choices: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         internals.accept_hooks(optimizer)
         self._find_piece = find_piece
         self._changed, self._before, self._after = changed, before, after
         self._comm, self._choices = comm, choices
-        self._stepper = by_unit(optimizer) if by_unit else Stepper(optimizer)
+        self._stepper = by_unit or Stepper(optimizer)
         self.verdict = self._judge(optimizer)
-        if isinstance(self._stepper, UnitStep) and not self.verdict.in_batches:
-            self._stepper.step_at_once()
+        if by_unit is not None and not may_step_in_batches(optimizer):
+            by_unit.step_at_once()
         if self.verdict.way is not Way.BY_ELEMENT:
             self._stepper = WholeStep(optimizer, self.verdict.way, comm)
         taken = take_over(optimizer, find_piece, self._stepper, comm)
-        self._stepper.attach()
-        self._shown = self._stepper.shown = Shown(optimizer, self._stepper, comm)
+        self._stepper.attach(comm)
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
         self._call = _StepCall()
@@ -147,8 +143,8 @@ class OptimizerHooks:
         """Return how the optimizer is stepped, the same on all ranks, or raise on all."""
 
         def master_of(parameter: Parameter) -> Tensor:
-            piece = self._find_piece(parameter)
-            return parameter if piece is None else self._stepper.stepped_as(piece)
+            found = parameter if isinstance(parameter, Piece) else self._find_piece(parameter)
+            return parameter if found is None else self._stepper.stepped_as(found)
 
         found: Verdict | Exception
         try:
@@ -174,24 +170,27 @@ class OptimizerHooks:
     @runs_outside
     def _point(self, optimizer: Optimizer) -> None:
         """Take in groups and parameters that were added since the last call."""
-        members = pieces.held_by(optimizer)
+        members = held_by(optimizer)
         if len(members) == len(self._members) and all(map(is_, members, self._members)):
             return
         if self._members:
             self._changed()
-        self._shown.hide()
+        self._stepper.hide()
         try:
             if self._members:
                 self._check_still_holds(optimizer)
             self._stepper.require_room(self._find_piece)
-            replaced = pieces.point_at_pieces(optimizer, self._find_piece)
-            self._pieces = [p for p in pieces.held_by(optimizer) if isinstance(p, Piece)]
-            self._shown.add(self._pieces)
+            found = pieces_of_groups(optimizer, self._find)
+            self._pieces = [*found]
             self._stepper.take(self._pieces)
-            pieces.take_state(optimizer, replaced, self._stepper.part_of)
+            self._stepper.add(found)
         finally:
-            self._shown.show()
-        self._members = pieces.held_by(optimizer)
+            self._stepper.show()
+        self._members = held_by(optimizer)
+
+    def _find(self, member: Parameter) -> Piece | None:
+        known = self._stepper.found.get(id(member))
+        return self._find_piece(member) if known is None else known
 
     def _check_still_holds(self, optimizer: Optimizer) -> None:
         if self.verdict.way is not Way.BY_ELEMENT:
@@ -225,7 +224,7 @@ class OptimizerHooks:
             self._begin(optimizer)
             return args, self._call.keep(kwargs)
         # What it takes from groups and states before it calls the closure it may use later.
-        self._shown.hide()
+        self._stepper.hide()
         if not self.verdict.waits_for_closure:
             self._begin(optimizer)
 
@@ -263,7 +262,7 @@ class OptimizerHooks:
         """Prepare for the optimizer to change masters."""
         begin_step(self._pieces, type(optimizer).__name__)
         self._before()
-        self._shown.hide()
+        self._stepper.hide()
         self._call.is_begun = True
         self._stepper.begin()
 
@@ -273,7 +272,7 @@ class OptimizerHooks:
         is_begun, self._call.is_begun = self._call.is_begun, False
         if is_begun:
             self._stepper.end()
-        self._shown.show()
+        self._stepper.show()
         if is_begun:
             self._after(self._pieces)
 
@@ -301,24 +300,32 @@ class OptimizerHooks:
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
         """Load states, whole ones as from DDP or this rank's parts, and keep this rank's parts."""
-        with self._shown.hidden():
+        with self._stepper.holding_parts():
             method(*args, **kwargs)
-            wholes = [piece for piece in self._pieces if pieces.has_whole_state(optimizer, piece)]
-            replaced = dict(zip(wholes, wholes, strict=True))
-            pieces.take_state(optimizer, replaced, self._stepper.part_of)
+            if not self._stepper.switches:
+                return
+            members = {piece: self._stepper.member(piece) for piece in self._pieces}
+            is_whole = self._stepper.is_whole
+            self._stepper.take_states(
+                {
+                    piece: member
+                    for piece, member in members.items()
+                    if is_whole or is_whole_state(optimizer.state.get(member), piece)
+                }
+            )
 
     def _of_whole(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``state_dict``, or what a copy is made of, with whole states."""
-        if self._shown.is_lent:  # to be saved by all ranks
+        if self._stepper.is_lent or not self._stepper.switches:  # saved by all ranks, or whole
             return method(*args, **kwargs)
-        if self._shown.is_hidden:
+        if self._stepper.is_hidden:
             raise RuntimeError(
                 f"The states of {type(optimizer).__name__} are sharded and cannot be gathered while"
                 " it steps. Ask for them between steps."
             )
-        with self._shown.copied():
+        with self._stepper.copied():
             return method(*args, **kwargs)
 
     def _zero_grad(
@@ -335,5 +342,7 @@ class OptimizerHooks:
             return method(*args, **kwargs)
         if self.verdict.way is Way.ALL_AT_ONCE or not drops:
             return method(*args, **kwargs)
-        with self._stepper.at_rest(), self._shown.showing_members():
-            return method(*args, **kwargs)
+        with self._stepper.showing_members():
+            result = method(*args, **kwargs)
+        self._stepper.follow_gradients()
+        return result

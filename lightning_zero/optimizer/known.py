@@ -160,7 +160,8 @@ def known_way(optimizer: Optimizer) -> Way | None:
 
 def may_step_in_batches(optimizer: Optimizer) -> bool:
     """Return whether a step changes nothing that members share, so that batches are as one step."""
-    return known_class(type(optimizer)) == ("torch.optim", Way.BY_ELEMENT)
+    cls = type(optimizer)
+    return known_class(cls) == ("torch.optim", Way.BY_ELEMENT) and not is_patched(cls)
 
 
 _NUMBERS: dict[str, tuple[int, int]] = {

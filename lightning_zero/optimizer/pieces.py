@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
-from lightning_zero.optimizer.shared_state import with_inner
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Slot
 from lightning_zero.tensors import internals, rewrapped
@@ -32,83 +30,44 @@ def parameter_of(member: Parameter) -> Parameter:
     return member.parameter if isinstance(member, Piece) else member
 
 
-def point_at_pieces(optimizer: Optimizer, find_piece: FindPiece) -> dict[Piece, Parameter]:
-    """Replace the engine's parameters in the param groups of ``optimizer`` by their pieces.
-
-    Parameters of no engine stay. Another call takes in groups that were added since.
-
-    Returns:
-        The replaced parameters by piece. The optimizer's states are still keyed by the parameters.
+def pieces_of_groups(optimizer: Optimizer, find_piece: FindPiece) -> dict[Piece, Parameter]:
+    """Return the pieces of an optimizer's members, each with the member; skip those of no engine.
 
     Raises:
         ValueError: A parameter is in two groups.
     """
-    replaced: dict[Piece, Parameter] = {}
-    for holder in with_inner(optimizer):
-        seen: set[int] = set()
-        for group in holder.param_groups:
-            for index, member in enumerate(group["params"]):
-                piece = member if isinstance(member, Piece) else find_piece(member)
-                if piece is None:
-                    continue
-                if id(piece) in seen:
-                    name, kind = piece.range.slot.name, type(optimizer).__name__
-                    raise ValueError(
-                        f"Parameter {name!r} appears in more than one param group of {kind}. Put"
-                        " each parameter into one group."
-                    )
-                seen.add(id(piece))
-                if piece is not member:
-                    group["params"][index] = piece
-                    replaced[piece] = member
-    return replaced
+    found: dict[Piece, Parameter] = {}
+    for member in held_by(optimizer):
+        piece = find_piece(member)
+        if piece in found:
+            name, kind = piece.range.slot.name, type(optimizer).__name__
+            raise ValueError(
+                f"Parameter {name!r} appears in more than one param group of {kind}. Put each"
+                " parameter into one group."
+            )
+        if piece is not None:
+            found[piece] = member
+    return found
 
 
 def put_members(optimizer: Optimizer, others: Mapping[int, Parameter]) -> None:
     """Replace members of the param groups, given by id, in place."""
-    for holder in with_inner(optimizer):
-        for group in holder.param_groups:
-            members = group["params"]
-            members[:] = [others.get(id(member), member) for member in members]
+    for group in optimizer.param_groups:
+        members = group["params"]
+        members[:] = [others.get(id(member), member) for member in members]
 
 
-def exchange(optimizer: Optimizer, old: Iterable[Parameter], new: Iterable[Parameter]) -> None:
-    """Replace parameters in the param groups and as keys of the states."""
-    others = {id(one): other for one, other in zip(old, new, strict=True)}
-    put_members(optimizer, others)
-    for holder in with_inner(optimizer):
-        state: dict[Any, Any] = holder.state
-        for key in [key for key in state if id(key) in others]:
-            state[others[id(key)]] = state.pop(key)
-
-
-def take_state(
-    optimizer: Optimizer,
-    replaced: Mapping[Piece, Parameter],
-    part_of: Callable[[Mapping[str, Any], Piece], Mapping[str, Any] | None],
-) -> None:
-    """Replace the states of parameters by what ``part_of`` returns for their pieces, if anything.
-
-    Tensors of the weight's dtype are cast to the master's first: an optimizer that made states
-    before there were masters knew of no other dtype.
-    """
-    for holder in with_inner(optimizer):
-        for piece, parameter in replaced.items():
-            state = holder.state.pop(parameter, None)
-            part = None if state is None else part_of(_as_of_master(state, piece), piece)
-            if part is not None:
-                holder.state[piece] = part
-
-
-def _as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:
+def as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:
     """Return a state with tensors of the weight's dtype cast to the master's."""
     of_weight = piece.weight_dtype
+    if of_weight is piece.dtype or not isinstance(state, Mapping):
+        return state
 
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(piece.dtype) if tensor.dtype is of_weight else tensor
+    def cast(_: str, value: Any) -> Any:
+        is_cast = isinstance(value, Tensor) and value.dtype is of_weight
+        return value.to(piece.dtype) if is_cast else value
 
-    is_same = of_weight is piece.dtype or not isinstance(state, Mapping)
-    return state if is_same else tree_map_only(Tensor, cast, {**state})
+    return with_entries(state, cast)
 
 
 def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
@@ -121,33 +80,19 @@ def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
 
     range_, device = piece.range, piece.device
 
-    def part_of(key: str, tensor: Tensor) -> Tensor:
-        if not is_of_elements(key, tensor, range_.slot):
-            return tensor
-        return range_.part_of(tensor).to(device)
+    def part_of(key: str, value: Any) -> Any:
+        is_cut = is_of_elements(key, value, range_.slot)
+        return range_.part_of(value).to(device) if is_cut else value
 
-    return _mapped(state, part_of)
-
-
-def _mapped(state: Mapping[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
-    """Return a state with ``change`` of each entry's name and each tensor, also in containers."""
-    return {
-        key: change(key, value)
-        if isinstance(value, Tensor)  # as most are, which a search would take ten times as long for
-        else tree_map_only(Tensor, functools.partial(change, key), value)
-        for key, value in state.items()
-    }
+    return with_entries(state, part_of)
 
 
-def has_whole_state(optimizer: Optimizer, piece: Piece) -> bool:
-    """Return whether the state of ``piece`` is that of its whole parameter and has to be cut."""
-    if piece.shape == piece.range.slot.shape:
+def is_whole_state(state: Any, piece: Piece) -> bool:
+    """Return whether a state is that of a whole parameter, of which ``piece`` has a part."""
+    if piece.shape == piece.range.slot.shape or not isinstance(state, Mapping):
         return False
-    states = [holder.state.get(piece, ()) for holder in with_inner(optimizer)]
     return any(
         is_of_elements(key, leaf, piece.range.slot)
-        for state in states
-        if isinstance(state, Mapping)
         for key, value in state.items()
         for leaf in tree_leaves(value)
     )
@@ -162,7 +107,11 @@ def owned(state: Any) -> Any:
     """Return a state with its tensors cloned: not views of a file or of a larger tensor."""
     if not isinstance(state, Mapping):
         return state
-    return _mapped(state, lambda _, tensor: rewrapped(tensor, Tensor.clone))
+
+    def clone(_: str, value: Any) -> Any:
+        return rewrapped(value, Tensor.clone) if isinstance(value, Tensor) else value
+
+    return with_entries(state, clone)
 
 
 def is_of_elements(key: str, value: Any, member: Tensor | Slot) -> bool:

@@ -9,6 +9,7 @@ al., *Revisiting BFloat16 Training*, 2020). One unit at a time is in fp32.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,23 +20,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.optimizer.pieces import is_of_elements, with_entries
-from lightning_zero.optimizer.states import ParamGroups, States
+from lightning_zero.optimizer.unit_step import ParamGroups, UnitStep
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import numel_at_a_time
 
 
-class RoundedStates(States):
-    """States of an optimizer that rest in bf16, like the weights, and are stepped in fp32."""
+class RoundedStep(UnitStep):
+    """Steps an optimizer in fp32, with states that rest in bf16, like the weights."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
+    place = "bf16, stepped in fp32 with stochastic rounding"
+
+    def __init__(self, optimizer: Optimizer, batches: Sequence[Sequence[Piece]]) -> None:
+        super().__init__(optimizer, batches)
         self._lent: dict[Piece, Parameter] = {}
         self._num_steps: dict[str, int] = {}
-
-    @property
-    @override
-    def place(self) -> str:
-        return "bf16, stepped in fp32 with stochastic rounding"
 
     @override
     def stepped_as(self, piece: Piece) -> Tensor:

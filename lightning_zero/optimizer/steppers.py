@@ -1,4 +1,4 @@
-"""Steppers of the optimizers that engines have adopted, and what becomes of their states.
+"""Steppers of the optimizers that engines have adopted, what these show, and their states.
 
 =============== ================================= ================================================
 stepper         steps                             states on each rank
@@ -7,23 +7,51 @@ stepper         steps                             states on each rank
 ``UnitStep``    pieces, one unit after the other  of its pieces, in memory or in files
 ``WholeStep``   whole parameters                  of those it owns, or of all
 =============== ================================= ================================================
+
+An optimizer shows one thing between its steps, and holds another within:
+
+=============== ============================== ==================================================
+                between steps                  in a step
+=============== ============================== ==================================================
+param groups    the module's own parameters    members: this rank's pieces, or whole parameters
+                                               of which others are empty
+``state``       :class:`WholeStates`           what this rank keeps, by member
+=============== ============================== ==================================================
+
+So code between steps, which goes through groups and states, finds what it does under DDP. An
+optimizer that steps all at once has the module's parameters, and states as under DDP, at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.optimizer.attached import OfOptimizer, bare, is_equal, with_inner
 from lightning_zero.optimizer.known import Way
-from lightning_zero.optimizer.pieces import FindPiece, cut_state, held_by, owned
-from lightning_zero.optimizer.shared_state import OfOptimizer, bare
-from lightning_zero.optimizer.shown import Shown
+from lightning_zero.optimizer.pieces import (
+    FindPiece,
+    as_of_master,
+    cut_state,
+    held_by,
+    is_of_elements,
+    owned,
+    put_members,
+    with_entries,
+)
 from lightning_zero.parameters import Piece
+from lightning_zero.tensors import rewrapped
 
 
 class Stepper(OfOptimizer):
@@ -34,13 +62,31 @@ class Stepper(OfOptimizer):
         is_torn: Whether some units are stepped and others not.
         steps_before_call: Whether it steps members before the user's own call of ``step``, and so
             after all pre-hooks.
-        shown: What the optimizer shows between steps; ``None`` if it belongs to no engine.
+        comm: The ranks; ``None`` when the run has ended.
+        pieces: This rank's pieces of all members so far.
+        found: The pieces by the ids of their parameters, and of their members.
+        is_hidden: Whether the optimizer holds what it steps.
+        is_lent: Whether :meth:`holding_parts` makes it do so, for code that wants these parts.
     """
 
     way = Way.BY_ELEMENT
     is_torn = False
     steps_before_call = False
-    shown: Shown | None = None
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self.comm: Communicator | None = None
+        self.pieces: list[Piece] = []
+        self.found: dict[int, Piece] = {}
+        self.is_hidden = self.is_lent = False
+        self._held: dict[int, Parameter] = {}
+        self._parameters: dict[int, Parameter] = {}
+        self._states: WholeStates | None = None
+
+    @property
+    def switches(self) -> bool:
+        """Return whether the optimizer shows something else between steps."""
+        return self._states is not None
 
     @property
     def is_whole(self) -> bool:
@@ -52,9 +98,16 @@ class Stepper(OfOptimizer):
         """Return whether only the optimizer itself knows the format of its state dict."""
         return False
 
-    def attach(self) -> None:
-        """Be what :func:`stepper_of` returns for the optimizer."""
+    def attach(self, comm: Communicator) -> None:
+        """Be what :func:`stepper_of` returns for the optimizer, which is within a step then."""
+        self.comm = comm
+        if self.way is not Way.ALL_AT_ONCE:
+            self._states, self.is_hidden = WholeStates(self), True
         setattr(self.optimizer, _NAME, self)
+
+    def member(self, piece: Piece) -> Parameter:
+        """Return what is stepped in place of a piece's parameter, and is the key of its state."""
+        return piece
 
     def stepped_as(self, piece: Piece) -> Tensor:
         """Return a tensor with the dtype and on the device in which a piece is stepped."""
@@ -73,10 +126,6 @@ class Stepper(OfOptimizer):
         with self.holding_parts():
             return self.optimizer.state_dict()
 
-    def holding_parts(self) -> AbstractContextManager[None]:
-        """Return a context in which the optimizer holds this rank's parts, as in a step."""
-        return nullcontext() if self.shown is None else self.shown.hidden()
-
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
         """Return a copy of the part of a parameter's state that this rank keeps, if any."""
         return self.kept(cut_state(state, piece), piece)
@@ -89,13 +138,108 @@ class Stepper(OfOptimizer):
         """Return whether this rank has the optimizer's state for a parameter, or a part of it."""
         return piece.numel() > 0 or not piece.range.slot.numel
 
-    @contextmanager
-    def whole_members(self) -> Iterator[None]:
-        """Enter a context in which an optimizer that steps all at once has whole parameters.
+    # -- what the optimizer shows ----------------------------------------------------------------
 
-        They are without values, in the param groups and as keys of the states.
+    def add(self, pieces: Mapping[Piece, Parameter]) -> None:
+        """Take in the pieces of the members that the groups hold; a step is under way, or begins.
+
+        The states of new ones are still those of their whole parameters.
         """
-        yield
+        new = {p: held for p, held in pieces.items() if id(p.parameter) not in self._held}
+        self.pieces += new
+        put = {id(held): self.member(piece) for piece, held in new.items()}
+        for piece in new:
+            parameter, member = piece.parameter, self.member(piece)
+            self._held[id(parameter)], self._parameters[id(member)] = member, parameter
+            self.found |= {id(parameter): piece, id(member): piece}
+        put_members(self.optimizer, put)
+        self.take_states(new)
+
+    def take_states(self, held: Mapping[Piece, Parameter]) -> None:
+        """Replace states of whole parameters, by what is ``held``, with what this rank keeps.
+
+        Tensors of the weight's dtype are cast to the master's first: an optimizer that made states
+        before there were masters knew of no other dtype.
+        """
+        for holder in with_inner(self.optimizer):
+            for piece, key in held.items():
+                state = holder.state.pop(key, None)
+                if state is None:
+                    continue
+                part = self.part_of(as_of_master(state, piece), piece)
+                if part is not None:
+                    holder.state[self.member(piece)] = part
+
+    def show(self) -> None:
+        """Begin the time between steps."""
+        optimizer, states = self.optimizer, self._states
+        if not self.is_hidden or states is None:
+            return
+        put_members(optimizer, self._parameters)
+        states.parts = optimizer.state  # torch makes a new dictionary when it loads states
+        self._put(states.parts, states)
+        self.is_hidden = False
+
+    def hide(self) -> None:
+        """Begin a step: the states that users have changed become those of this rank's parts."""
+        optimizer, states = self.optimizer, self._states
+        if self.is_hidden or states is None:
+            return
+        put_members(optimizer, self._held)
+        self.is_hidden = True
+        states.take_back()
+        if optimizer.state is states:
+            self._put(states, states.parts)
+        else:  # the user has assigned a dictionary
+            self.take_states({piece: piece.parameter for piece in self.pieces})
+
+    def _put(self, old: Any, new: Any) -> None:
+        own = vars(self.optimizer)  # which may have another name for its states
+        own.update({name: new for name, value in own.items() if value is old})
+
+    @contextmanager
+    def holding_parts(self) -> Iterator[None]:
+        """Enter a context in which the optimizer holds this rank's parts, as in a step."""
+        was_hidden, was_lent = self.is_hidden, self.is_lent
+        self.hide()
+        self.is_lent = True
+        try:
+            yield
+        finally:
+            self.is_lent = was_lent
+            if not was_hidden:
+                self.show()
+
+    @contextmanager
+    def showing_members(self) -> Iterator[None]:
+        """Enter a context, within a step, in which the groups hold the module's parameters."""
+        put_members(self.optimizer, self._parameters)
+        try:
+            yield
+        finally:
+            put_members(self.optimizer, self._held)
+
+    @contextmanager
+    def copied(self) -> Iterator[None]:
+        """Enter a context in which states are whole copies, in plain dictionaries; a collective."""
+        states = self._states
+        assert states is not None
+        copied = states.copied()
+        self._put(states, copied)
+        try:
+            yield
+        finally:
+            self._put(copied, states)
+
+    def require_run(self) -> Communicator:
+        """Return the ranks.
+
+        Raises:
+            RuntimeError: The run has ended.
+        """
+        if self.comm is None:
+            raise RuntimeError(ENDED.format(kind=type(self.optimizer).__name__))
+        return self.comm
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -109,15 +253,12 @@ class Stepper(OfOptimizer):
     def end(self) -> None:
         """Take in what that call has stepped."""
 
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Enter a context, within a step, in which the param groups hold all pieces."""
-        yield
+    def follow_gradients(self) -> None:
+        """Drop gradients of what is stepped that code within the step has dropped."""
 
     def abandon(self) -> None:
         """Restore the param groups after a step that an exception ended."""
-        if self.shown is not None:
-            self.shown.show()
+        self.show()
 
     def remove(self) -> None:
         """Stop stepping: the engine has ended."""
@@ -167,6 +308,344 @@ def pieces_of(optimizer: Optimizer, find_piece: FindPiece | None = None) -> list
 
 def members(optimizer: Optimizer) -> list[Parameter]:
     """Return the pieces, and parameters of no engine, that an optimizer steps, in order."""
-    shown = stepper_of(optimizer).shown
-    pieces = {} if shown is None else shown.pieces
-    return [pieces.get(id(member), member) for member in held_by(optimizer)]
+    found = stepper_of(optimizer).found
+    return [found.get(id(member), member) for member in held_by(optimizer)]
+
+
+def kept_states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Any]]:
+    """Yield the states that this rank keeps, each with its piece or other key."""
+    for optimizer in optimizers:
+        states: Any = optimizer.state
+        found: Mapping[int, Any] = stepper_of(optimizer).found
+        for key, state in (states.parts if isinstance(states, WholeStates) else states).items():
+            yield found.get(id(key), key), state
+
+
+# -- optimizers whose run has ended, in another run ------------------------------------------------
+
+
+def end(optimizer: Optimizer) -> None:
+    """Let an optimizer refuse what needs the engine that owns its pieces, which has ended."""
+    stepper_of(optimizer).comm = None
+
+
+def take_over(
+    optimizer: Optimizer, find_piece: FindPiece, stepper: Stepper, comm: Communicator
+) -> list[Piece]:
+    """Give an optimizer's states of another run to this run's pieces; return these.
+
+    Its groups then hold the module's parameters.
+
+    Raises:
+        ValueError: On any rank, its parts or the way in which it steps are not those of this run.
+    """
+    before = stepper_of(optimizer)
+    pairs = [(old, find_piece(old.parameter)) for old in pieces_of(optimizer)]
+    pairs = [(old, new) for old, new in pairs if old is not new]
+    taken = [(old, new) for old, new in pairs if new is not None]
+    if not pairs:
+        return []
+    stepper.take([new for _, new in taken])
+    is_alike = before.way is stepper.way and len(taken) == len(pairs)
+    is_alike &= all(_part(before, old) == _part(stepper, new) for old, new in taken)
+    if not all(comm.control.gather_objects(is_alike)):
+        raise ValueError(ENDED.format(kind=type(optimizer).__name__))
+    before.check()
+    before.hide()
+    put_members(optimizer, {id(before.member(old)): new.parameter for old, new in taken})
+    for old, new in taken:
+        if before.member(old) in optimizer.state:
+            optimizer.state[stepper.member(new)] = optimizer.state.pop(before.member(old))
+    return [new for _, new in taken]
+
+
+def _part(stepper: Stepper, piece: Piece) -> Any:
+    return piece.range.start, piece.range.stop, piece.dtype, stepper.keeps_state_of(piece)
+
+
+def bring_to_rest(optimizer: Optimizer, pieces: Iterable[Piece], stepper: Stepper) -> None:
+    """Bring states of another run, moved to the host when it ended, to where they rest in this."""
+    for piece in pieces:
+        device = stepper.stepped_as(piece).device
+
+        def moved(key: str, value: Any, device: torch.device = device) -> Any:
+            return value.to(device) if isinstance(value, Tensor) and key != "step" else value
+
+        state = optimizer.state.get(stepper.member(piece))
+        if isinstance(state, Mapping):
+            kept = stepper.kept(with_entries(state, moved), piece)
+            optimizer.state[stepper.member(piece)] = kept
+
+
+# -- whole states ----------------------------------------------------------------------------------
+
+
+ENDED = (
+    "{kind} belongs to a run that has ended and holds only this rank's parts of its states. Return"
+    " it from `configure_optimizers` to another run of the same ranks with the same settings, or"
+    " return a new one and load the whole states from a checkpoint."
+    " Otherwise use it in `on_train_end` or earlier."
+)
+
+
+class WholeStates(MutableMapping[Any, Any]):
+    """An optimizer's states between steps: whole, by parameter; by piece, what this rank keeps.
+
+    Looking a state up gathers it, so all ranks do so together. It is this rank's copy, whose
+    changes become the optimizer's when the next step begins, or whatever else needs the states.
+    Whoever keeps it longer keeps a copy of what it was.
+
+    Attributes:
+        parts: What this rank keeps, by what is stepped.
+    """
+
+    def __init__(self, stepper: Stepper) -> None:
+        self.parts: Any = {}
+        self._stepper = stepper
+        self._wholes: dict[int, tuple[Piece, Any]] = {}
+        self._known: set[int] | None = None
+
+    # -- lookups ---------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Any:
+        piece = self._piece_of(key)
+        if piece is None:
+            return self.parts[key]
+        if id(piece) not in self._wholes:
+            self._sync()
+            whole = self._gathered(piece)
+            self._wholes[id(piece)] = piece, {} if whole is None else whole
+        return self._wholes[id(piece)][1]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return the state of ``key`` if there is one."""
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return the state of ``key``, which is ``default`` if there was none."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __contains__(self, key: object) -> bool:
+        piece = self._piece_of(key)
+        if piece is None:
+            return key in self.parts
+        return id(piece) in self._wholes or id(piece) in self._on_any_rank()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._stepper.is_hidden:
+            yield from [*self.parts]
+            return
+        there = {*self._on_any_rank(), *self._wholes}
+        yield from [piece.parameter for piece in self._stepper.pieces if id(piece) in there]
+        yield from [key for key in self.parts if id(key) not in self._stepper.found]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _piece_of(self, key: Any) -> Piece | None:
+        """Return the piece of a parameter; ``None`` if ``parts`` have what there is for a key."""
+        if self._stepper.is_hidden or isinstance(key, Piece):
+            return None
+        self._stepper.require_run()
+        return self._stepper.found.get(id(key))
+
+    def _part(self, piece: Piece) -> Any:
+        return self.parts.get(self._stepper.member(piece))
+
+    def _on_any_rank(self) -> set[int]:
+        """Return the pieces, by id, of the parameters that have a state; a collective."""
+        if self._known is None:
+            self._sync()
+            pieces, member = self._stepper.pieces, self._stepper.member
+            own = bytes(member(piece) in self.parts for piece in pieces)
+            of_ranks = self._stepper.require_run().control.gather_objects(own)
+            flags = map(any, zip(*of_ranks, strict=True))
+            self._known = {id(piece) for piece, flag in zip(pieces, flags, strict=True) if flag}
+        return self._known
+
+    def _sync(self) -> None:
+        kind = type(self._stepper.optimizer).__name__
+        self._stepper.require_run().control.call(SyncPoint.STATES, about=f"of {kind}").wait()
+
+    def _gathered(self, piece: Piece) -> Any:
+        """Return a copy of a parameter's whole state, ``None`` if it has none; a collective."""
+        stepper = self._stepper
+        mine = self._part(piece) if stepper.keeps_state_of(piece) else None
+        gather = _from_owner if stepper.is_whole else _from_parts
+        return gather(mine, piece, stepper.require_run())
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        piece = self._piece_of(key)
+        if piece is None:
+            self.parts[key] = value
+        else:
+            self._wholes[id(piece)] = piece, value
+
+    def __delitem__(self, key: Any) -> None:
+        piece = self._piece_of(key)
+        if piece is None:
+            del self.parts[key]
+            return
+        if key not in self:
+            raise KeyError(key)
+        self._wholes.pop(id(piece), None)
+        self.parts.pop(self._stepper.member(piece), None)
+        self._known = self._on_any_rank() - {id(piece)}
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Remove the state of ``key`` and return it."""
+        if default and key not in self:
+            return default[0]
+        value = self[key]
+        del self[key]
+        return value
+
+    def clear(self) -> None:
+        """Remove all states."""
+        self.parts.clear()
+        self._wholes.clear()
+        self._known = None
+
+    def take_back(self) -> None:
+        """Take changes to whole states into ``parts``, and let go of the whole ones."""
+        stepper = self._stepper
+        wholes, self._wholes, self._known = self._wholes, {}, None
+        for piece, state in wholes.values():
+            before = self._part(piece)
+            if not stepper.keeps_state_of(piece) or (before is None and not state):
+                continue
+            cut = state if stepper.is_whole else cut_state(state, piece)
+            # An equal one stays, as it is where it rests, in the dtype that the optimizer chose.
+            if before is None or not is_equal(before, cut):
+                self.parts[stepper.member(piece)] = stepper.part_of(state, piece)
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def copied(self) -> defaultdict[Any, Any]:
+        """Return all states, which later steps do not change; a collective."""
+        whole: defaultdict[Any, Any] = defaultdict(dict)
+        self._sync()
+        for piece in self._stepper.pieces:
+            kept = self._wholes.get(id(piece))
+            state = self._gathered(piece) if kept is None else owned(kept[1])
+            if state is not None:
+                whole[piece.parameter] = state
+        found = self._stepper.found
+        whole.update({key: value for key, value in self.parts.items() if id(key) not in found})
+        return whole
+
+    def _plain(self) -> Any:
+        return self.parts if self._stepper.is_hidden else self.copied()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        kind = type(self._stepper.optimizer).__name__
+        return f"States of {kind}, which are sharded over the ranks and gathered when looked up"
+
+
+def _from_owner(mine: Any, piece: Piece, comm: Communicator) -> Any:
+    """Return a copy of the state that one rank of each copy has; a collective.
+
+    Tensors are brought one at a time: each rank holds no more than the state, and one of them.
+    """
+    control, sends = comm.control, mine is not None and comm.is_in_first_copy
+    inside: list[Tensor] = []  # of tensors that wrap others, what they wrap
+
+    def noted(tensor: Tensor) -> Tensor:
+        inside.append(tensor.detach())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    form = tree_map_only(Tensor, partial(rewrapped, change=noted), mine) if sends else None
+    devices = [tensor.device.type for tensor in inside]
+    found = [one for one in control.gather_objects((form, devices) if sends else None) if one]
+    if not found:
+        return None
+    form, devices = found[0]
+    values, kinds = iter(inside), iter(devices)
+
+    def brought(like: Tensor) -> Tensor:
+        own, kind = next(values, None), next(kinds)
+        buffer = torch.zeros(like.nbytes, dtype=torch.uint8, device=comm.device)
+        if own is not None and like.nbytes:
+            buffer.copy_(own.reshape(-1).contiguous().view(torch.uint8))
+        control.sum(buffer, "an exchange of values")
+        value = buffer.view(like.dtype).reshape(like.shape)
+        return value.to("cpu" if kind == "cpu" else piece.parameter.device)
+
+    return tree_map_only(Tensor, partial(rewrapped, change=brought), form)
+
+
+class _Elements:
+    """Stands for a tensor with a number for each element of a piece."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+class _OfRank(NamedTuple):
+    """What a rank keeps of a parameter's state: that of its elements ``[start, stop)``."""
+
+    start: int
+    stop: int
+    state: Any
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of each tensor of elements, in order."""
+        leaves = [leaf for leaf in tree_leaves(self.state) if isinstance(leaf, _Elements)]
+        return [(self.stop - self.start) * leaf.dtype.itemsize for leaf in leaves]
+
+
+def _from_parts(mine: Any, piece: Piece, comm: Communicator) -> Any:
+    """Return a copy of the state of which ranks have parts; a collective.
+
+    What has no number per element is a copy of this rank's, or else of another's.
+    """
+    slot, axis, own = piece.range.slot, comm.mesh.shard, piece.detach()
+    values: list[Tensor] = []
+
+    def noted(key: str, value: Any) -> Any:
+        is_empty = not slot.numel and key != "step" and isinstance(value, Tensor)
+        if is_of_elements(key, value, own) or (is_empty and value.shape == own.shape):
+            values.append(value.detach().to(comm.device).contiguous().view(torch.uint8))
+            return _Elements(value.dtype)
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    form = with_entries(mine, noted) if isinstance(mine, Mapping) else owned(mine)
+    of_here = _OfRank(piece.range.start, piece.range.stop, form)
+    sent = tree_map_only(Tensor, lambda value: value.cpu(), form)
+    of_ranks = comm.control.gather_objects(of_here._replace(state=sent))
+    of_copy = [of_ranks[rank] for rank in axis.ranks]
+    held = [one for one in of_copy if one.state is not None]
+    if not held:
+        return None
+    form = held[0].state if mine is None else form
+    if not isinstance(form, Mapping):
+        return form
+    sizes = [one.sizes() for one in of_copy]
+    totals = [*map(sum, sizes)]
+    to_each = torch.cat([torch.empty(0, dtype=torch.uint8, device=comm.device), *values])
+    received = to_each  # of no elements, if the state has none
+    if any(totals):
+        given = [len(to_each)] * axis.size
+        received = comm.transport.exchange(to_each.repeat(axis.size), given, totals, axis)
+    chunks = zip(of_copy, torch.split(received, totals), sizes, strict=True)
+    parts = [(one, iter(torch.split(chunk, own))) for one, chunk, own in chunks if own]
+
+    def whole(_: str, value: Any) -> Any:
+        if not isinstance(value, _Elements):
+            return value
+        flat = torch.empty(slot.numel, dtype=value.dtype, device=piece.parameter.device)
+        for one, values_there in parts:
+            flat[one.start : one.stop].view(torch.uint8).copy_(next(values_there))
+        return flat.as_strided(slot.shape, slot.stride)
+
+    return with_entries(form, whole)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 import math
 import random
 import sys
@@ -20,9 +21,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.optimizer.attached import OfOptimizer, bare, options_of
 from lightning_zero.optimizer.known import state_entries
 from lightning_zero.optimizer.pieces import parameter_of
-from lightning_zero.optimizer.shared_state import OfOptimizer, bare, options_of
 from lightning_zero.optimizer.steppers import members, stepper_of
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import bytes_held, internals, is_wrapper
@@ -40,7 +41,8 @@ def stepping_toys(toys: Iterable[Tensor]) -> Iterator[None]:
     """Enter a context for steps of toys, which no code but the optimizer's notices.
 
     All generators, those of the toys' devices too, continue as if nothing had been drawn. What the
-    optimizer compiles runs as written, and hooks on the steps of all optimizers are not called.
+    optimizer compiles runs as written, what it prints is not shown, and hooks on the steps of all
+    optimizers are not called.
     """
     devices = {toy.device for toy in toys if toy.device.type not in ("cpu", "meta")}
     drawn, numpy = random.getstate(), sys.modules.get("numpy")
@@ -52,6 +54,7 @@ def stepping_toys(toys: Iterable[Tensor]) -> Iterator[None]:
             stack.enter_context(torch.random.fork_rng(own, device_type=kind))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(internals.without_hooks_of_all_steps())
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         try:
             yield
         finally:
@@ -164,6 +167,8 @@ def _copy_group(
 ) -> dict[str, Any]:
     own = [toy for _, toy in pairs]
     copied = {key: copy.deepcopy(value, memo) for key, value in options_of(group).items()}
+    if copied.get("fused"):
+        copied["fused"] = False  # one operation, by the same numbers but for rounding
     if all(toy.device.type == "cpu" for toy in own) and copied.get("capturable"):
         # On a host torch refuses `capturable`, and without it `foreach` with a learning rate in a
         # tensor.

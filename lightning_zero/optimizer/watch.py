@@ -1,11 +1,12 @@
-"""One question about an optimizer that the table does not know: does it step by element?
+"""How an optimizer is stepped: by the setting, by the table, or by the answer to one question.
 
-A copy steps small toy parameters under a dispatch mode that follows every value that comes from a
-toy. The answer is yes only if each operation on such values is known to be element-wise, takes
-values of one toy only, and keeps its shape. The mode does not see an optimizer ask for a shape
-(decay of matrices only, a rate that depends on the number of rows). So the first elements of each
-toy are stepped once more, as a flat vector, and both must do the same operations with the same
-numbers. Anything unknown, a value that is read on the host, a random number, an error: no.
+The question is whether an optimizer that the table does not know steps by element. A copy steps
+small toy parameters under a dispatch mode that follows every value that comes from a toy. The
+answer is yes only if each operation on such values is known to be element-wise, takes values of one
+toy only, and keeps its shape. The mode does not see an optimizer ask for a shape (decay of matrices
+only, a rate that depends on the number of rows). So the first elements of each toy are stepped once
+more, as a flat vector, and both must do the same operations with the same numbers. Anything
+unknown, a value that is read on the host, a random number, an error: no.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +28,122 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lightning_zero.optimizer.attached import bare, options_of
+from lightning_zero.optimizer.known import (
+    CHOICES,
+    Way,
+    is_patched,
+    known_class,
+    known_way,
+)
 from lightning_zero.optimizer.pieces import parameter_of
-from lightning_zero.optimizer.shared_state import options_of, shared_of
-from lightning_zero.optimizer.toys import CannotCopy, copy_of, stepping_toys
+from lightning_zero.optimizer.steppers import members
+from lightning_zero.optimizer.toys import CannotCopy, copy_of, held_by_attributes, stepping_toys
+from lightning_zero.parameters import are_views
 from lightning_zero.tensors import can_wrap, internals
 
 MasterOf = Callable[[Parameter], Tensor]
 """Returns a tensor of the dtype and on the device in which a parameter is stepped."""
+
+
+class Verdict(NamedTuple):
+    """The way in which an optimizer is stepped.
+
+    Attributes:
+        way: The way.
+        reason: Why it is no finer one, as the end of a sentence.
+        waits_for_closure: Whether the optimizer touches nothing before it has called its closure.
+    """
+
+    way: Way
+    reason: str = ""
+    waits_for_closure: bool = True
+
+
+def verdict_of(
+    optimizer: Any,
+    master_of: MasterOf = lambda parameter: parameter,
+    *,
+    choices: Mapping[str, str] = MappingProxyType({}),
+    by_unit: bool = False,
+) -> Verdict:
+    """Return how ``optimizer`` is stepped; nothing of it is called or changed.
+
+    Args:
+        optimizer: The user's optimizer.
+        master_of: Returns a tensor of the dtype and on the device in which a parameter is stepped.
+        choices: The setting ``optimizer_step``: a word by the class's name.
+        by_unit: Raise unless it steps by element, as offload and stochastic rounding require.
+
+    Raises:
+        ValueError: The optimizer cannot be stepped as required.
+    """
+    original = bare(optimizer)
+    name = type(original).__name__
+    held = [one for one in held_by_attributes(original) if isinstance(one, Tensor)]
+    users = map(parameter_of, members(original))
+    if are_views([one for one in held if not isinstance(one, Parameter)], users):
+        raise ValueError(
+            f"{name} keeps views of parameters outside of its states, and these are sharded between"
+            " steps. Let it keep the parameters themselves, or copies (`p.detach().clone()`), or"
+            " use another optimizer or strategy='ddp'."
+        )
+    verdict = _verdict(original, master_of, choices)
+    if by_unit and verdict.way is not Way.BY_ELEMENT:
+        raise ValueError(
+            f"{name} {verdict.reason}, but offload and stochastic_rounding step parts of"
+            " parameters, so it gives other numbers when it steps unit by unit. Use an optimizer"
+            " that steps by element, such as torch.optim.AdamW, or remove offload_optimizer,"
+            " offload_weights and stochastic_rounding. If it does step by element, set"
+            f' optimizer_step={{"{name}": "element"}}.'
+        )
+    return verdict
+
+
+def _verdict(optimizer: Optimizer, master_of: MasterOf, choices: Mapping[str, str]) -> Verdict:
+    cls = type(optimizer)
+    word = choices.get(cls.__name__) or choices.get(f"{cls.__module__}.{cls.__qualname__}")
+    if word is not None:
+        if CHOICES[word] is not Way.ALL_AT_ONCE:
+            _require_no_other(optimizer, word)
+        _, waits = reason_against_elements(optimizer, master_of)
+        return Verdict(CHOICES[word], f"is set to {word!r} by optimizer_step", waits)
+    if is_patched(cls):
+        return Verdict(Way.ALL_AT_ONCE, "has a `step` that was replaced", False)
+    way = known_way(optimizer)
+    if way in (Way.BY_PARAMETER, Way.ALL_AT_ONCE):
+        of_one = way is Way.BY_PARAMETER
+        return Verdict(way, f"mixes the elements of {'a parameter' if of_one else 'parameters'}")
+    known = known_class(cls)
+    if known is not None and known.package == "torch.optim":
+        return Verdict(Way.BY_ELEMENT)
+    if cls.state_dict is not Optimizer.state_dict:
+        return Verdict(Way.ALL_AT_ONCE, "has a state_dict of its own", False)
+    # Also one in the table: its package may have another version.
+    reason, waits = reason_against_elements(optimizer, master_of)
+    if reason:
+        return Verdict(Way.ALL_AT_ONCE, reason, waits)
+    return Verdict(Way.BY_ELEMENT, "", waits)
+
+
+def _require_no_other(optimizer: Optimizer, word: str) -> None:
+    if any(isinstance(one, Optimizer) for one in held_by_attributes(optimizer)):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f'optimizer_step={{"{name}": "{word}"}} is impossible, as {name} steps another'
+            ' optimizer inside it. Use "model", or remove it.'
+        )
+
+
+def slowest(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return what all ranks can do, given the verdict of each."""
+    order = list(Way)
+    first = max(verdicts, key=lambda verdict: order.index(verdict.way))
+    return first._replace(waits_for_closure=all(verdict.waits_for_closure for verdict in verdicts))
+
+
+# -- the question ----------------------------------------------------------------------------------
 
 
 class Mixes(Exception):
@@ -78,7 +187,6 @@ _FOREACH = _names(
     " erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow"
     " reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"
 )
-_FUSED = _names("adagrad adam adamw sgd")
 # Element-wise without torch's tag for it, unless they change the shape.
 _COPIES = _names(
     "_to_copy _unsafe_view alias clone copy detach expand fill lift_fresh masked_fill reshape view"
@@ -111,8 +219,6 @@ def is_element_wise(func: Any) -> bool:
     name = func.overloadpacket.__name__.removesuffix("_")
     if name.startswith("_foreach_"):
         return name.removeprefix("_foreach_") in _FOREACH
-    if name.startswith("_fused_"):
-        return name.removeprefix("_fused_") in _FUSED
     if torch.Tag.pointwise in func.tags or name in _COPIES:
         return True
     # Some in-place operations lack the tag of their out-of-place counterpart.
@@ -185,7 +291,7 @@ class Watch(TorchDispatchMode):
         names = [argument.name for argument in func._schema.arguments]
         operands = [*args, *map((kwargs or {}).get, names[len(args) :])]
         self._check(func, types, operands)
-        is_on_lists = func.overloadpacket.__name__.startswith(("_foreach_", "_fused_"))
+        is_on_lists = func.overloadpacket.__name__.startswith("_foreach_")
         rows = self._rows(func, operands) if is_on_lists else [_Row.of(func, operands)]
         self.has_touched |= is_on_lists
         owners = [self._judge(func, row) for row in rows]
@@ -218,8 +324,6 @@ class Watch(TorchDispatchMode):
         for argument, value in zip(func._schema.arguments, operands, strict=True):
             if not isinstance(value, (list, tuple)):
                 common.append(value)
-            elif argument.name == "state_steps":
-                common += value
             elif value:
                 lists.append(value)
                 written.append(_is_written(argument))
@@ -408,7 +512,6 @@ class _Trial:
         waits = True
         for number in _numbers_of_steps(self._copy):
             waits &= self._step(number)
-            self._check_kept()
         return waits
 
     def _step(self, number: int) -> bool:
@@ -470,16 +573,6 @@ class _Trial:
         if number % 6 == 5:
             value = value * 100
         return self._cut(value).to(toy.device, toy.dtype)
-
-    def _check_kept(self) -> None:
-        """Refuse values of a toy that are kept outside of its own state."""
-        numbers = {id(toy): number for number, toy in enumerate(self._toys)}
-        states = self._copy.state.items()
-        shared = (leaf for leaf in tree_leaves(shared_of(self._copy)) if id(leaf) not in numbers)
-        kept: list[tuple[Any, int | None]] = [(leaf, None) for leaf in shared]
-        kept += [(leaf, numbers.get(id(key))) for key, one in states for leaf in tree_leaves(one)]
-        if any(self.watch.owner_of(leaf) not in (None, number) for leaf, number in kept):
-            raise Mixes("keeps values of parameters outside of their own state")
 
 
 def _numbers_of_steps(copied: Optimizer) -> Iterator[int]:

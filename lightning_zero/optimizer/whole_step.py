@@ -1,12 +1,11 @@
 """Steps of whole parameters in their true shape, for optimizers that mix elements.
 
 By parameter, each parameter has an owner, the only rank that keeps the optimizer's state for it.
-All at once, every rank owns every parameter, as under DDP. Between steps the param groups hold
-pieces, as for any optimizer. During a step (but not while its closure runs) they hold instead:
+All at once, every rank owns every parameter, as under DDP. What is stepped is
 
-    owner       whole master and gradient, as plain parameters of the true shape
+    owner       a plain parameter of the true shape, with the whole master and gradient in a step
     elsewhere   an empty parameter without a gradient, which optimizers skip
-    all ranks   the module's own parameters, with whole masters and gradients in them
+    all ranks   the module's own parameter, which holds its whole master and gradient in a step
 
 One exchange brings pieces to the owners, another one back; all at once needs only the first. There
 the optimizer may know parameters from elsewhere too: from a module that it holds, from a dictionary
@@ -15,7 +14,6 @@ by parameter or by ``id``, or from a closure.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,9 +26,7 @@ from typing_extensions import override
 
 from lightning_zero.comm import Axis, Communicator, SyncPoint
 from lightning_zero.optimizer.known import Way
-from lightning_zero.optimizer.pieces import exchange, is_of_torch, owned
-from lightning_zero.optimizer.shared_state import with_inner
-from lightning_zero.optimizer.shown import Parts
+from lightning_zero.optimizer.pieces import is_of_torch, owned
 from lightning_zero.optimizer.steppers import Stepper
 from lightning_zero.parameters import Lent, Piece, drop
 from lightning_zero.plan import cut_of
@@ -50,8 +46,7 @@ class Whole:
         tensor_size: Ranks over which tensor parallelism cuts parameters.
 
     Attributes:
-        stand_in: A parameter without values, in a step those of an owner.
-        parameter: What the optimizer steps: the module's own parameter if all ranks do.
+        member: What the optimizer steps: the module's own parameter if all ranks do.
         has_grad: Whether it has a gradient in this step.
     """
 
@@ -75,9 +70,10 @@ class Whole:
         step = tensor_size // self._num_parts
         self._sent = [(0, 0) if n % step else own for n, own in enumerate(ranges)]
         self.has_grad = False
-        with lasting_tensors():
-            self.stand_in = Parameter(self._placeholder(), requires_grad=False)
-        self.parameter = piece.parameter if owner is None else self.stand_in
+        self.member: Parameter = piece.parameter
+        if owner is not None:
+            with lasting_tensors():
+                self.member = Parameter(self._placeholder(), requires_grad=False)
 
     def _placeholder(self) -> Tensor:
         piece, shape = self.piece, self.piece.whole_shape
@@ -100,10 +96,10 @@ class Whole:
         data = self._next_of(received)
         grad = self._next_of(received) if self.has_grad else None
         if self.owner is None:
-            self._lent = Lent(self.parameter, data, grad)
+            self._lent = Lent(self.member, data, grad)
             return
-        self.parameter.data, self.parameter.grad = data, grad
-        self.parameter.requires_grad_(self.piece.requires_grad)
+        self.member.data, self.member.grad = data, grad
+        self.member.requires_grad_(self.piece.requires_grad)
 
     def _next_of(self, received: Sequence[Iterator[Tensor]]) -> Tensor:
         slot, like, cut = self.piece.range.slot, self.piece, self._cut
@@ -122,7 +118,7 @@ class Whole:
 
     def pieces(self) -> Iterator[Tensor]:
         """Yield each rank's piece of what was stepped here."""
-        whole, cut = self.parameter.detach(), self._cut
+        whole, cut = self.member.detach(), self._cut
         if cut is None:
             flat = [self.piece.range.flat(whole)]
         else:
@@ -147,8 +143,8 @@ class Whole:
 
     def keep(self) -> None:
         """Keep this rank's part of what all ranks have stepped, and of the gradient."""
-        grad = self.parameter.grad
-        self.piece.data.copy_(self._own(self.parameter.detach()))
+        grad = self.member.grad
+        self.piece.data.copy_(self._own(self.member.detach()))
         if grad is not None and self.piece.grad is not None:
             self.piece.grad.copy_(self._own(grad))
 
@@ -161,14 +157,14 @@ class Whole:
         if self.owner is None:
             lent, self._lent = self._lent, None
             if lent is not None:
-                is_dropped = self.has_grad and self.parameter.grad is None
+                is_dropped = self.has_grad and self.member.grad is None
                 lent.end()
                 if is_dropped:
                     drop([self.piece])
             return
-        self.parameter.requires_grad_(False)
-        self.parameter.grad = None
-        self.parameter.data = self._placeholder()
+        self.member.requires_grad_(False)
+        self.member.grad = None
+        self.member.data = self._placeholder()
 
 
 class WholeStep(Stepper):
@@ -203,6 +199,10 @@ class WholeStep(Stepper):
         self._control.channel.reserve(len(self._wholes))
 
     @override
+    def member(self, piece: Piece) -> Parameter:
+        return self._wholes[id(piece)].member
+
+    @override
     def keeps_state_of(self, piece: Piece) -> bool:
         return self._wholes[id(piece)].is_here
 
@@ -210,39 +210,6 @@ class WholeStep(Stepper):
     @override
     def has_own_format(self) -> bool:
         return self.way is Way.ALL_AT_ONCE and not is_of_torch(self.state_dict())
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        # An optimizer may write values of parameters into a format of its own.
-        with self.holding_parts(), self._holding([w.piece.parameter for w in self._all_here]):
-            return super().state_dict()
-
-    @override
-    @contextlib.contextmanager
-    def whole_members(self) -> Iterator[None]:
-        with self._holding([w.stand_in for w in self._all_here]):
-            yield
-
-    @property
-    def _all_here(self) -> list[Whole]:
-        return list(self._wholes.values()) if self.way is Way.ALL_AT_ONCE else []
-
-    @contextlib.contextmanager
-    def _holding(self, others: Sequence[Parameter]) -> Iterator[None]:
-        """Enter a context in which other parameters are in the place of all pieces."""
-        pieces = [whole.piece for whole in self._all_here]
-        self._free_names()
-        exchange(self.optimizer, pieces, others)
-        try:
-            yield
-        finally:
-            exchange(self.optimizer, others, pieces)
-
-    def _free_names(self) -> None:
-        """Let states be keyed by parameters, until they are shown."""
-        for holder in with_inner(self.optimizer):
-            if self.way is Way.ALL_AT_ONCE and isinstance(holder.state, Parts):
-                holder.state.names = {}
 
     @override
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
@@ -267,7 +234,7 @@ class WholeStep(Stepper):
 
     @override
     def begin(self) -> None:
-        """Put whole parameters into the param groups; a collective."""
+        """Fill what is stepped; a collective."""
         wholes = list(self._wholes.values())
         have_grads = bytes([whole.piece.grad is not None for whole in wholes])
         maxima = self._control.call(SyncPoint.GRADIENT, have_grads).wait()
@@ -276,8 +243,6 @@ class WholeStep(Stepper):
         with lasting_tensors(), torch.no_grad():
             self._bring_to_owners(wholes)
         self._is_begun = True
-        self._free_names()
-        exchange(self.optimizer, [w.piece for w in wholes], [w.parameter for w in wholes])
 
     def _bring_to_owners(self, wholes: Sequence[Whole]) -> None:
         parts: list[list[Tensor]] = [[] for _ in self._loads]
@@ -306,7 +271,7 @@ class WholeStep(Stepper):
                     whole.keep()
             else:
                 self._bring_back(wholes)
-        self._put_back()
+        self._release()
 
     def _bring_back(self, wholes: Sequence[Whole]) -> None:
         parts: list[list[Tensor]] = [[] for _ in self._loads]
@@ -333,33 +298,21 @@ class WholeStep(Stepper):
         return [iter(torch.split(each, own)) for each, own in zip(received, sizes, strict=True)]
 
     @override
-    @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        wholes = list(self._wholes.values())
-        pieces, parameters = [w.piece for w in wholes], [w.parameter for w in wholes]
-        exchange(self.optimizer, parameters, pieces)
-        try:
-            yield
-        finally:
-            exchange(self.optimizer, pieces, parameters)
-            for whole in wholes:
-                if not whole.piece.gradients.averaged[whole.piece.place]:
-                    whole.parameter.grad = None
+    def follow_gradients(self) -> None:
+        for whole in self._wholes.values():
+            if not whole.piece.gradients.averaged[whole.piece.place]:
+                whole.member.grad = None
 
     @override
     def abandon(self) -> None:
-        self._put_back()
+        self._release()
         super().abandon()
 
-    def _put_back(self) -> None:
-        """Put the pieces back into the param groups."""
-        if not self._is_begun:
-            return
-        self._is_begun = False
-        wholes = self._wholes.values()
-        exchange(self.optimizer, [w.parameter for w in wholes], [w.piece for w in wholes])
-        for whole in wholes:
-            whole.release()
+    def _release(self) -> None:
+        if self._is_begun:
+            self._is_begun = False
+            for whole in self._wholes.values():
+                whole.release()
 
     @override
     def describe(self, reason: str) -> str:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import Way, clip, staging
 from lightning_zero.optimizer.known import known_class
-from lightning_zero.optimizer.shared_state import shared_of
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.own_optimizers import OWN, Evaluating, Nested, Own, SelfCounting
 from tests.oracle.ranks import Pools
@@ -95,6 +94,18 @@ def trained(cls: Any, stage: int, dtype: torch.dtype = torch.float32, **how: Any
     ]
     engine.close()
     return [*kept, *states, *(p.detach() for p in model.parameters())]
+
+
+def shared_of(optimizer: Optimizer) -> list[dict[Any, Any]]:
+    """Return an optimizer's own attributes, its states of non-members, and each group's options."""
+    ours = ("state", "param_groups", "_lightning_zero_stepper")
+    own = {key: value for key, value in vars(optimizer).items() if key not in ours}
+    others: dict[Any, Any] = {k: v for k, v in optimizer.state.items() if not torch.is_tensor(k)}
+    groups = [
+        {key: value for key, value in group.items() if not key.startswith("param")}
+        for group in optimizer.param_groups
+    ]
+    return [own, others, *groups]
 
 
 def _is_of_torch(key: str, value: Any) -> bool:

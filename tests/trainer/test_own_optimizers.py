@@ -5,33 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
 
 from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import Rows, make_trainer, world
-from tests.oracle.own_optimizers import ByNumber, GroupCounting, Nested, Own, SelfCounting
+from tests.oracle.own_optimizers import ByNumber, Layers, Nested, Own
 from tests.oracle.ranks import Pools
 
 
-class Module(LightningModule):
-    """Layers of which each is a unit."""
-
+class Module(Layers):
     optimizer_class: type[Own]
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        widths = [5, 8, 8, 1]
-        self.layers = nn.ModuleList(map(nn.Linear, widths, widths[1:]))
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        x = batch[0].float() / 11
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return (x - 1).square().mean()
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer_class(self.parameters())
@@ -81,28 +66,15 @@ def assert_equal(found: Any, expected: Any) -> None:
 
 def resumed(folder: str) -> None:
     how: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    cls = (GroupCounting, Nested)[world() - 1]
     paths = {files: f"{folder}/{files}.ckpt" for files in (False, True)}
-    whole = fit(cls, folder, Stop(paths[False]), files=False, **how)
-    assert_equal(fit(cls, folder, Stop(paths[True]), **how), whole)
+    whole = fit(Nested, folder, Stop(paths[False]), files=False, **how)
+    assert_equal(fit(Nested, folder, Stop(paths[True]), **how), whole)
     for saved, files in ((False, True), (True, False), (True, True)):
-        assert_equal(fit(cls, folder, files=files, path=paths[saved], **how), whole)
+        assert_equal(fit(Nested, folder, files=files, path=paths[saved], **how), whole)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_resumed_with_and_without_files(ranks: Pools, tmp_path: Path, num_ranks: int) -> None:
-    ranks(num_ranks).run(resumed, str(tmp_path))
-
-
-def counted(folder: str) -> None:
-    """It counts before its closure."""
-    found = fit(SelfCounting, folder)
-    assert_equal(found, fit(SelfCounting, folder, files=False))
-    assert found[1][0]["k"] == "4"
-
-
-def test_what_is_counted_before_the_closure(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(counted, str(tmp_path))
+def test_resumed_with_and_without_files(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2).run(resumed, str(tmp_path))
 
 
 def stepped_at_once(folder: str) -> None:
