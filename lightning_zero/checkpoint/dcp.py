@@ -219,10 +219,10 @@ def _entries_of(
             for number, state in enumerate(value):
                 names = parameters[number] if number < len(parameters) else ()
                 entries.update(_optimizer_entries(state, f"optimizer_{number}", names))
+        elif any(isinstance(t, ShardedValue) for t in tensors_in(value, within_objects=False)):
+            entries.update(_leaves(value, (key,)))
         else:
-            rest[key] = _without_sharded_values(value, (key,), entries)
-            if (key,) in entries:
-                del rest[key]
+            rest[key] = value
     return entries, rest
 
 
@@ -260,29 +260,6 @@ def _optimizer_entries(
     for key, value in state.items():
         if key not in ("state", "param_groups"):
             yield from _leaves(value, (root, key))
-
-
-def _without_sharded_values(value: Any, path: Keys, found: dict[Keys, Any]) -> Any:
-    """Copy nested dictionaries without their sharded values, which go to ``found``."""
-    if isinstance(value, ShardedValue):
-        found[path] = value
-        return None
-    if not any(
-        isinstance(tensor, ShardedValue) for tensor in tensors_in(value, within_objects=False)
-    ):
-        return value
-    if not _is_table(value):
-        raise ValueError(
-            f"the checkpoint has sharded tensors under {'/'.join(map(str, path))!r}, in a"
-            f" {type(value).__name__}, but checkpoint='dcp' stores them only in dictionaries with"
-            " string keys. Use checkpoint='file'"
-        )
-    copied = copy.copy(value)
-    for key, item in value.items():
-        copied[key] = _without_sharded_values(item, (*path, key), found)
-        if (*path, key) in found:
-            del copied[key]
-    return copied
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -460,7 +437,7 @@ def checkpoint_of(directory: Directory, rest: Any, reading: Reading) -> dict[str
     if states or "lr_schedulers" in checkpoint:
         checkpoint["optimizer_states"] = states
     for path, value in entries.items():
-        if len(path) > 1 and path[0] not in WEIGHTS and path[0] not in numbered:
+        if (len(path) > 1 or root) and path[0] not in WEIGHTS and path[0] not in numbered:
             _put(checkpoint, path, value)
     return checkpoint
 

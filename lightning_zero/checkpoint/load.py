@@ -215,8 +215,8 @@ def _read(place: Path, path: str, share: Share = (0, 1), *, weights_only: bool) 
     if not place.is_file():
         raise ValueError(f"{path!r} is a device or a pipe; expected a file")
     if zipfile.is_zipfile(place):
+        check_version(place, provenance(place))
         with zipfile.ZipFile(place) as archive:
-            check_version(place, _provenance_in(archive))
             # Before unpickling: a damaged pickle may ask for any class.
             for name, reason in _damaged_records(archive, share):
                 raise DamageError(
@@ -301,24 +301,14 @@ def _has_checksums(archive: zipfile.ZipFile) -> bool:
 
 def provenance(place: Path) -> dict[str, Any] | None:
     """Return the record of a file's or directory's origin, if this package wrote it."""
+    content = None
     if place.is_dir():
-        file = place / PROVENANCE
-        return _record(file.read_bytes()) if file.is_file() else None
-    if not zipfile.is_zipfile(place):
-        return None
-    with zipfile.ZipFile(place) as archive:
-        return _provenance_in(archive)
-
-
-def _provenance_in(archive: zipfile.ZipFile) -> dict[str, Any] | None:
-    for name in archive.namelist():
-        if name.endswith(f"/{PROVENANCE}"):
-            return _record(archive.read(name))
-    return None
-
-
-def _record(content: bytes) -> dict[str, Any] | None:
-    record = json.loads(content)
+        content = file.read_bytes() if (file := place / PROVENANCE).is_file() else None
+    elif zipfile.is_zipfile(place):
+        with zipfile.ZipFile(place) as archive:
+            names = [name for name in archive.namelist() if name.endswith(f"/{PROVENANCE}")]
+            content = archive.read(names[0]) if names else None
+    record = None if content is None else json.loads(content)
     return record if isinstance(record, dict) else None
 
 

@@ -89,7 +89,13 @@ def _whole_states(
         for index, piece in enumerate(pieces):
             # Ranks with an empty piece, or that do not own it, have no state; any other will do.
             states = [of_rank[index] for of_rank in described if index in of_rank]
-            _check_alike(states, f"the state of parameter {index} of {label}")
+            entries = dict.fromkeys(", ".join(sorted(state)) for state in states)
+            if len(entries) > 1:
+                raise ValueError(
+                    f"The ranks do not agree on the state of parameter {index} of {label}: one has"
+                    f" {'; another has '.join(entries)}. configure_optimizers must return the same"
+                    " optimizers on every rank."
+                )
             if not states or not states[0]:
                 continue
             is_copy = not is_whole and getattr(piece, "is_copy", False)
@@ -107,17 +113,6 @@ def _whole_states(
 def _has_part(member: Any) -> bool:
     """Return whether this rank has a state of a parameter, which may have no elements at all."""
     return not isinstance(member, Piece) or member.numel() > 0 or not member.range.slot.numel
-
-
-def _check_alike(states: Sequence[Mapping[str, Any]], what: str) -> None:
-    """Raise a ``ValueError`` unless all ``states``, which all ranks know, have the same entries."""
-    other = next((state for state in states if state.keys() != states[0].keys()), None)
-    if other is not None:
-        one, another = (", ".join(sorted(state)) for state in (states[0], other))
-        raise ValueError(
-            f"The ranks do not agree on {what}: one has {one}; another has {another}."
-            " configure_optimizers must return the same optimizers on every rank."
-        )
 
 
 # -- descriptions, which ranks send each other -------------------------------------------------

@@ -273,36 +273,21 @@ def boxes_in_memory(
 
     Each is a range of them.
     """
-    order = memory_order(shape, stride)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    for offsets, sizes in _boxes([shape[dimension] for dimension in order], start, stop):
-        yield Box(tuple(offsets[d] for d in back), tuple(sizes[d] for d in back))
-
-
-def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the same of a contiguous tensor."""
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and start < stop:
         yield Box((), ())
         return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows
-    if first > last:
-        yield from _in_row(shape, last, start - last * row, stop - last * row)
-        return
-    yield from _in_row(
-        shape, first - 1, start - (first - 1) * row, row if first * row > start else 0
-    )
-    if first < last:
-        rest = tuple(shape[1:])
-        yield Box((first, *(0 for _ in rest)), (last - first, *rest))
-    yield from _in_row(shape, last, 0, stop - last * row)
-
-
-def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
-    for box in _boxes(shape[1:], start, stop):
-        yield Box((row, *box.offsets), (1, *box.sizes))
+    order = memory_order(shape, stride)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    lengths = [shape[dimension] for dimension in order]
+    rows = [prod(lengths[place + 1 :]) for place in range(len(lengths))]
+    while start < stop:
+        # As many of the largest rows that begin here as there are up to the end of their dimension.
+        outer = next(p for p, n in enumerate(rows) if start % n == 0 and start + n <= stop)
+        offsets = [start // row % length for row, length in zip(rows, lengths, strict=True)]
+        count = min((stop - start) // rows[outer], lengths[outer] - offsets[outer])
+        sizes = [1] * outer + [count] + lengths[outer + 1 :]
+        yield Box(tuple(offsets[d] for d in back), tuple(sizes[d] for d in back))
+        start += count * rows[outer]
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(
     assert "on rank 0: " in strange
     assert "lambda" in strange
     if kind is DirectorySave:
-        assert "sharded tensors under 'more', in a list" in others[0]
+        assert "the sharded tensor 'whole' is inside an object" in others[0]
         assert "two entries of the checkpoint would be named 'model.whole'" in others[1]
     assert "mine' is a folder that holds something other than a checkpoint" in mine
     assert "on rank 0: [Errno" in under

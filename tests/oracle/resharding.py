@@ -183,7 +183,8 @@ def save_all(folder: str, rows: list[Saved]) -> list[list[float]]:
                 "optimizer_states": states,
                 "epoch": 3,
                 "global_step": 7,
-                "average": {"of": {"weight": module_state(model, engine)["head.weight"]}},
+                "average": {"of": {"weight": module_state(model, engine)["head.weight"], "n": 2}},
+                "alone": module_state(model, engine)["norm.weight"],
             }
             path = f"{folder}/{row.name}.{kind}"
             checkpoints.save(checkpoint, path, row.precision, optimizers=optimizers)
