@@ -48,7 +48,11 @@ class ShardedPrecision(Precision):
         ValueError: The precision is unknown, or a scaler is given to one that does not scale.
     """
 
-    casters: ClassVar[Mapping[str, Callable[[], Precision]]] = {}
+    casters: ClassVar[Mapping[str, Callable[[], Precision]]] = {
+        "64-true": DoublePrecision,
+        "bf16-true": lambda: HalfPrecision("bf16-true"),
+        "16-true": lambda: HalfPrecision("16-true"),
+    }
     runner: ClassVar[str] = "Fabric"
     plugins: ClassVar[tuple[type[Any], ...]] = ()
     """Lightning's plugins that it can replace, the mixed one last."""
@@ -163,9 +167,7 @@ class FabricPrecision(ShardedPrecision):
 
     plugins = Precision, HalfPrecision, DoublePrecision, MixedPrecision
     casters: ClassVar[Mapping[str, Callable[[], Precision]]] = {
-        "64-true": DoublePrecision,
-        "bf16-true": lambda: HalfPrecision("bf16-true"),
-        "16-true": lambda: HalfPrecision("16-true"),
+        **ShardedPrecision.casters,
         "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
         "16-mixed": lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler(enabled=False)),
     }

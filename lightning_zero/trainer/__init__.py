@@ -2,13 +2,12 @@
 
 - ``strategy``: ``ZeROStrategy``, between the Trainer and the engine
 - ``checkpointing``: ``SavingStrategy``, its base class, saves and loads checkpoints
-- ``steps``: ``SteppingStrategy``, the next base class, has the ranks, and runs the Trainer's steps
-- ``run``: the strategy's state for one call of the Trainer
+- ``steps``: ``SteppingStrategy``, the next base class, has the ranks, and runs the Trainer's steps;
+  training data that ends at the same batch on all ranks
+- ``run``: the strategy's state for one call of the Trainer; signals answered by all ranks together
 - ``deepspeed_config``: what a DeepSpeed configuration asks of the Trainer and the module
 - ``precision``: ``ZeROPrecision``: casting, loss scaling and clipping on pieces
 - ``callbacks``: Lightning's callbacks that read or write weights, adapted to shards
-- ``dataloader``: training data that ends at the same batch on all ranks
-- ``signals``: signals answered by all ranks at the same batch
 - ``memory_monitor``: a callback that logs bytes
 - ``internals``: every private name of Lightning in use
 """

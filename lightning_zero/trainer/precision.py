@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import (
@@ -52,11 +52,6 @@ class ZeROPrecision(ShardedPrecision, Precision):
 
     runner = "Trainer"
     plugins = Precision, HalfPrecision, DoublePrecision, MixedPrecision
-    casters: ClassVar[Mapping[str, Callable[[], Any]]] = {
-        "64-true": DoublePrecision,
-        "bf16-true": lambda: HalfPrecision("bf16-true"),
-        "16-true": lambda: HalfPrecision("16-true"),
-    }
 
     def __init__(
         self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"

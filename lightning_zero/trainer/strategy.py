@@ -35,8 +35,7 @@ from lightning_zero.trainer import deepspeed_config, internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_averages
 from lightning_zero.trainer.checkpointing import SavingStrategy
 from lightning_zero.trainer.precision import ZeROPrecision
-from lightning_zero.trainer.run import Run, callbacks_of, facts_of
-from lightning_zero.trainer.signals import Signals
+from lightning_zero.trainer.run import Run, Signals, callbacks_of, facts_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -38,7 +38,7 @@ from lightning_zero.comm import Control, SyncPoint
 from lightning_zero.commands import convert, damage, describe
 from lightning_zero.fabric import Checkpoints
 from tests.oracle import resharding
-from tests.oracle.by_trainer import Model, Rows, make_trainer, model, strategy_of, world
+from tests.oracle.by_trainer import Model, Rows, brief, model, strategy_of
 from tests.oracle.checkpoints import (
     PROVENANCE,
     Hostile,
@@ -586,9 +586,7 @@ BAD: dict[str, tuple[str | tuple[str | None, str | None], str]] = {
 
 def write_bad(folder: str) -> None:
     for name, kind in (("good.ckpt", "zero3"), ("good", "dcp3")):
-        trainer = make_trainer(
-            world(), strategy_of(kind), "/nowhere", max_steps=2, enable_checkpointing=False
-        )
+        trainer = brief(strategy_of(kind), 2)
         trainer.fit(model(), Rows())
         trainer.save_checkpoint(f"{folder}/{name}")
         trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
@@ -621,9 +619,7 @@ def fit_each(folder: str) -> list[str]:
     """The errors of runs that resume from each."""
     errors, rank = [], dist.get_rank()
     for name, (path, _) in BAD.items():
-        trainer = make_trainer(
-            world(), ZeROStrategy(3), "/nowhere", max_steps=9, enable_checkpointing=False
-        )
+        trainer = brief(ZeROStrategy(3), 9)
         module = Wider() if "wider" in name else model()
         before = {key: value.detach().clone() for key, value in module.state_dict().items()}
         own = path if isinstance(path, str) else path[rank]

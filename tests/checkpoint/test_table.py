@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_zero import ZeROStrategy
 from lightning_zero.commands import convert
 from tests.oracle import by_trainer
-from tests.oracle.by_trainer import Rows, make_trainer, world
+from tests.oracle.by_trainer import Rows, brief
 from tests.oracle.checkpoints import same
 from tests.oracle.ranks import Pools
 from tests.oracle.resharding import MIXING, OWN_FORMATS, Saved, resume, save_all, save_plain
@@ -144,9 +144,7 @@ EARLIER = Path(__file__).parent / "earlier"
 
 def resume_earlier(path: str, stage: int) -> tuple[list[float], dict[str, Any]]:
     module = by_trainer.model()
-    trainer = make_trainer(
-        world(), ZeROStrategy(stage), "/nowhere", enable_checkpointing=False, max_steps=3
-    )
+    trainer = brief(ZeROStrategy(stage), 3)
     trainer.fit(module, Rows(), ckpt_path=path)
     return module.losses, {key: value.clone() for key, value in module.state_dict().items()}
 

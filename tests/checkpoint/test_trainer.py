@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from tests.oracle.by_trainer import (
     Rows,
     Stop,
     assert_close,
+    brief,
     make_trainer,
     model,
     resume,
@@ -129,14 +130,7 @@ class KeepsRandomState(Callback):
 def train_noisy(name: str, path: str, ckpt_path: str | None = None) -> list[float]:
     torch.manual_seed(3 if ckpt_path is None else 4)
     module = Noisy()
-    trainer = make_trainer(
-        world(),
-        strategy_of(name),
-        "/nowhere",
-        enable_checkpointing=False,
-        max_steps=6,
-        callbacks=[Stop(path, 3), KeepsRandomState()],
-    )
+    trainer = brief(strategy_of(name), 6, callbacks=[Stop(path, 3), KeepsRandomState()])
     trainer.fit(module, Rows(), ckpt_path=ckpt_path)
     return module.losses
 
@@ -186,22 +180,16 @@ def test_best_and_last(ranks: Pools, tmp_path: Path, kind: str) -> None:
 
 def refuse_and_trust(path: str) -> str:
     module = Model(extra=Trust())
-    trainer = make_trainer(
-        world(), ZeROStrategy(3), "/nowhere", max_steps=2, enable_checkpointing=False
-    )
+    trainer = brief(ZeROStrategy(3), 2)
     trainer.fit(module, Rows())
     trainer.save_checkpoint(path)
     told = ""
-    trainer = make_trainer(
-        world(), ZeROStrategy(3), "/nowhere", max_steps=4, enable_checkpointing=False
-    )
+    trainer = brief(ZeROStrategy(3), 4)
     try:
         trainer.fit(model(), Rows(), ckpt_path=path)
     except ValueError as error:
         told = str(error)
-    trainer = make_trainer(
-        world(), ZeROStrategy(3), "/nowhere", max_steps=4, enable_checkpointing=False
-    )
+    trainer = brief(ZeROStrategy(3), 4)
     module = model()
     trainer.fit(module, Rows(), ckpt_path=path, weights_only=False)
     assert len(module.losses) == 2
@@ -219,17 +207,13 @@ def test_other_objects_are_made_only_on_request(ranks: Pools, tmp_path: Path) ->
 
 
 def keep_the_scale(folder: str) -> list[Any]:
-    def trainer(num_steps: int, scaler: LossScaler | None) -> Trainer:
-        plugin = ZeROPrecision("16-mixed", scaler)
-        strategy = ZeROStrategy(2, precision_plugin=plugin)
-        return make_trainer(
-            world(), strategy, "/nowhere", max_steps=num_steps, enable_checkpointing=False
-        )
-
-    first = trainer(3, LossScaler(init_scale=2.0**9, growth_interval=2))
+    scaler = LossScaler(init_scale=2.0**9, growth_interval=2)
+    first, second = (
+        brief(ZeROStrategy(2, precision_plugin=ZeROPrecision("16-mixed", given)), 3)
+        for given in (scaler, None)
+    )
     first.fit(model(), Rows())
     first.save_checkpoint(f"{folder}/file.ckpt")
-    second = trainer(3, None)
     second.fit(model(), Rows(), ckpt_path=f"{folder}/file.ckpt")
     return [first.precision_plugin.state_dict(), second.precision_plugin.state_dict()]
 
@@ -249,13 +233,8 @@ def save_elsewhere(folder: str) -> list[str]:
     """To a URL, and after a fit that left the weights at rest."""
     strategy = ZeROStrategy(3, restore_weights=False)
     module = model()
-    trainer = make_trainer(
-        world(),
-        strategy,
-        "/nowhere",
-        max_steps=5,
-        enable_checkpointing=False,
-        callbacks=[Stop("memory://folder/file.ckpt", 5), Stop(f"{folder}/at5.ckpt", 5)],
+    trainer = brief(
+        strategy, 5, callbacks=[Stop("memory://folder/file.ckpt", 5), Stop(f"{folder}/at5.ckpt", 5)]
     )
     trainer.fit(module, Rows())
     trainer.save_checkpoint(f"{folder}/after.ckpt")
@@ -301,9 +280,7 @@ def start_from_weights(folder: str) -> None:
     with pytest.raises(InterruptedError):
         trainer.fit(module, Rows())
     again = model()
-    trainer = make_trainer(
-        world(), ZeROStrategy(1), "/nowhere", max_steps=4, enable_checkpointing=False
-    )
+    trainer = brief(ZeROStrategy(1), 4)
     trainer.fit(again, Rows(), ckpt_path=f"{folder}/failed.ckpt")
     assert len(again.losses) == 2
 

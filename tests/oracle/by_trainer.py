@@ -97,6 +97,12 @@ def make_trainer(world: int, strategy: Any, folder: Path | str, **more: Any) -> 
     return projects.make_trainer(strategy, **{**options, **more})
 
 
+def brief(strategy: Any, max_steps: int, **more: Any) -> Trainer:
+    """A trainer that saves only when it is told to."""
+    options = {"enable_checkpointing": False, "max_steps": max_steps, **more}
+    return make_trainer(world(), strategy, "/nowhere", **options)
+
+
 def world() -> int:
     return dist.get_world_size()
 
