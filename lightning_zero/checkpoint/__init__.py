@@ -5,8 +5,7 @@ save            the saves of a run, and each of them: agree, write, rename
 dcp             directories of torch.distributed.checkpoint, by torch's planners
 load            reading a checkpoint or weights: checksums, and tensors mapped to memory
 safetensors     files of that format
-module_state    the state dict of a sharded module, and loading it
-optimizer_state the state dicts of optimizers, and loading them
+state_dicts     the state dicts of a sharded module and of its optimizers, and loading them
 values          ``ShardedValue``: a sharded tensor in a state dict
 archive         a file: one pickle, the storages it refers to, and where their bytes lie
 writer          writing at offsets of a file, large parts by direct I/O
@@ -27,14 +26,15 @@ from lightning_zero.checkpoint.load import (
     read_weights,
     rest_of,
 )
-from lightning_zero.checkpoint.module_state import load_module_state, module_state
-from lightning_zero.checkpoint.optimizer_state import (
-    load_optimizer_state,
-    loadable,
-    optimizer_state,
-    with_integer_ids,
-)
 from lightning_zero.checkpoint.reading import DamageError, Provenance
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.save import FileSave, Saver, collected
+from lightning_zero.checkpoint.state_dicts import (
+    load_module_state,
+    load_optimizer_state,
+    loadable,
+    module_state,
+    optimizer_state,
+    with_integer_ids,
+)
 from lightning_zero.checkpoint.values import ShardedValue

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.dcp import Directory, checkpoint_of, is_directory, weights_of
 from lightning_zero.checkpoint.files import REST, TABLE, existing, host_file, local_path
-from lightning_zero.checkpoint.module_state import load_module_state
 from lightning_zero.checkpoint.reading import (
     PROVENANCE,
     DamageError,
@@ -33,6 +32,7 @@ from lightning_zero.checkpoint.reading import (
     naming,
 )
 from lightning_zero.checkpoint.safetensors import read_safetensors
+from lightning_zero.checkpoint.state_dicts import load_module_state
 from lightning_zero.comm import Control
 from lightning_zero.engine import engine_of
 from lightning_zero.tensors import internals, mapped_storage, uncollected
