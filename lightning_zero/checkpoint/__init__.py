@@ -16,7 +16,6 @@ reading         the record of a checkpoint's origin, and errors that name the fi
 
 from lightning_zero.checkpoint.dcp import Directory, DirectorySave, is_directory
 from lightning_zero.checkpoint.load import (
-    EXPECTED,
     are_safetensors,
     damage,
     load,

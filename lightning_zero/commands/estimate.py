@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,78 +25,20 @@ from lightning_zero.memory import (
     Estimate,
     ModelPlan,
     Offload,
-    advise,
     compare,
     estimate_table,
     format_bytes,
+    format_ranks,
     named_offloads,
     parse_bytes,
     write_report,
 )
-from lightning_zero.plan import RECIPES, STRATEGIES, Settings, strategy_arguments
-
-_EXAMPLES = """examples:
-  lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
-  lightning-zero estimate 10B --ranks 8 --offload cpu nvme --device-memory 16GB
-  lightning-zero estimate examples/train_gpt.py:GPT --args width=1024 depth=24 \\
-      --optimizer adamw --batch "int64[8,129]" --ranks 4
-  lightning-zero estimate examples/zero3.yaml --model examples/train_gpt.py:GPT --optimizer adamw
-  lightning-zero estimate path/to/hugging_face_model --ranks 8 \\
-      --batch "input_ids=int64[1,2048]" "labels=int64[1,2048]"
-"""
-
+from lightning_zero.plan import STRATEGIES, Settings, strategy_arguments
 
 _ROWS = """\
 Each kind: the most that a rank holds of it within a step; 1 GB is 10^9 bytes.
 peak: the largest total at one instant, so it may be less than the sum of all kinds.
 saved: how much lower the peak is than that of {first}."""
-
-
-def add_estimate_command(commands: Any) -> None:
-    """Add ``estimate`` to the commands."""
-    parser = commands.add_parser(
-        "estimate",
-        help="predict a model's bytes per rank, by kind and stage",
-        description="Predict a model's bytes per rank, by kind and stage, before it runs.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "source",
-        help="a number of parameters (10B), package.module:Class, file.py:Class (file.py alone"
-        " lists its LightningModules), a LightningCLI or a Hugging Face configuration",
-    )
-    parser.add_argument(
-        "--args", nargs="*", default=[], help="arguments of the class as name=value"
-    )
-    parser.add_argument("--model", help="the class, if the configuration does not name it")
-    parser.add_argument("--stages", nargs="+", type=int, help="default: 0 (DDP) 1 2 3")
-    parser.add_argument("--ranks", nargs="+", type=int, help="default: as in the YAML, else 8")
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="arguments of ZeROStrategy, such as shard=8 activation_checkpointing=True",
-    )
-    parser.add_argument("--precision", choices=list(RECIPES), help="as in the Trainer")
-    parser.add_argument("--optimizer", help="a name in torch.optim")
-    parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s, e.g. "int64[4,128]"')
-    parser.add_argument(
-        "--accumulate-grad-batches", type=int, help="default: as in the YAML, else 1"
-    )
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "xpu"])
-    parser.add_argument(
-        "--offload",
-        nargs="+",
-        choices=["cpu", "nvme"],
-        default=[],
-        help="also predict zero2_offload and zero3_offload (cpu), both beside an accelerator, or"
-        " zero3_nvme (nvme)",
-    )
-    parser.add_argument("--device-memory", help="such as 80GB, to see what fits")
-    parser.add_argument("--report", type=Path, help="folder for memory.json and memory.svg")
-    parser.set_defaults(run=run)
 
 
 _OF_LIGHTNING = {
@@ -110,16 +53,44 @@ _OF_LIGHTNING = {
 """Arguments of the strategy that are Lightning's, and change no memory."""
 
 
+_PER_HOST = 8
+"""Ranks that are assumed to share a host, if there are as many."""
+
+
 class _Asked(NamedTuple):
     """A model with the settings of its run, and the other content of a YAML.
 
-    ``given`` are the arguments of the strategy that the settings are made from.
+    ``given`` are the arguments of the strategy that the settings are made from; ``device`` and
+    ``host`` are bytes of memory, if they are limited.
     """
 
     subject: ModelPlan
     given: dict[str, Any]
     num_microbatches: int
     trainer: dict[str, Any]
+    device: int | None
+    host: int | None
+
+    def nodes(self, world_size: int) -> int:
+        """Return the number of hosts that the ranks are divided over."""
+        num_nodes = int(self.trainer.get("num_nodes") or 1)
+        if num_nodes == 1 and world_size > _PER_HOST and self.trainer.get("devices") is None:
+            num_nodes = world_size // _PER_HOST
+        return num_nodes if world_size % num_nodes == 0 else 1
+
+    def on_host(self, one: Estimate) -> int:
+        """Return the bytes that the ranks of a host hold in its memory."""
+        return one.host_peak * (one.world_size // self.nodes(one.world_size))
+
+    def fits(self, one: Estimate, share: float = 1.0) -> bool:
+        """Return whether an estimate is within the limits, on the device within a ``share``."""
+        is_within = self.device is None or one.device_peak <= share * self.device
+        return is_within and (self.host is None or self.on_host(one) <= self.host)
+
+    @property
+    def room(self) -> float:
+        """The share of a device that an estimate should take: what is not counted needs some."""
+        return 1.0 if self.subject.has_units and self.subject.has_activations else 0.8
 
 
 def _asked(options: argparse.Namespace) -> _Asked:
@@ -131,16 +102,24 @@ def _asked(options: argparse.Namespace) -> _Asked:
         arguments = {**named, **arguments}
     trainer = config.get("trainer") or {}
     given = _given(trainer.get("strategy"), parse_arguments(options.set))
+    device, host = (
+        parse_bytes(size) if size else None for size in (options.device_memory, options.host_memory)
+    )
+    present = torch.accelerator.current_accelerator(check_available=True)
+    implied = (present.type if present else "cuda") if device is not None else "cpu"
+    # Without such a device, activations are those of CPU kernels.
+    kernels = None if options.device or present else torch.device("cpu")
     subject = ModelPlan(
         find_model(source, arguments),
         _settings(given),
         precision=options.precision or str(trainer.get("precision") or "32-true"),
         optimizer=options.optimizer,
         batch=parse_batch(options.batch),
-        device=torch.device(options.device),
+        device=torch.device(options.device or implied),
+        kernels=kernels,
     )
     microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1
-    return _Asked(subject, given, microbatches, trainer)
+    return _Asked(subject, given, microbatches, trainer, device, host)
 
 
 def _given(strategy: Any, more: dict[str, Any]) -> dict[str, Any]:
@@ -170,40 +149,101 @@ def _foreign(strategy: Any) -> str:
     return "" if name.endswith("ZeROStrategy") else name
 
 
-def run(options: argparse.Namespace) -> int:
+def run_estimate(options: argparse.Namespace) -> int:
     """Print the estimate that ``options`` ask for; return the exit code."""
-    asked = subject, _, num_microbatches, trainer = _asked(options)
-    device = parse_bytes(options.device_memory) if options.device_memory else None
+    asked = subject, _, num_microbatches, trainer, device, _ = _asked(options)
     ranks = options.ranks or [_ranks_of(trainer) or 8]
     stages = (0, 1, 2, 3) if options.stages is None else options.stages
     offloads = _offloads(options, subject.settings)
     found = compare(subject, stages, ranks, offloads=offloads, num_microbatches=num_microbatches)
-    print("\n\n".join(_texts(subject, found)))
+    print("\n\n".join(["\n".join(_advice(asked, found)), *_texts(subject, found)]))
     if name := _foreign(trainer.get("strategy")):
         print(f"\nIgnored the arguments of {name}.")
-    chosen: Estimate | None = min(found, key=lambda one: one.device_peak)
-    if device is not None:
-        chosen, advice = advise(subject, found, device, num_microbatches)
-        print(f"\n{advice}")
     if options.report is not None:
-        print(f"\n{write_report(options.report, found, device)}")
-    if chosen is not None:
-        print(f"\n{_to_write(asked, chosen)}")
+        written = map(str, write_report(options.report, found, device))
+        print(f"\nWrote {' and '.join(written)}.")
     return 0
 
 
+def _advice(asked: _Asked, found: list[Estimate]) -> list[str]:
+    """Return lines on what to train with: the first that fits, or else what would."""
+    least = min(found, key=lambda one: one.device_peak)
+    if asked.device is None and asked.host is None:
+        return [f"{_named(least)} needs least: {_need(asked, least)}.", _to_write(asked, least)]
+    fit = [one for one in found if asked.fits(one)]
+    roomy = [one for one in fit if asked.fits(one, asked.room)]
+    if fit:
+        one = roomy[0] if roomy else min(fit, key=lambda one: one.device_peak)
+        fits = " fits" if one.has_units and one.has_activations else ""
+        return [f"{_named(one)}{fits}: {_need(asked, one)}.", _to_write(asked, one)]
+    wide = f"{_named(least)} needs {_need(asked, least)}."
+    lines: list[str] = []
+    others = list(_others(asked, least.world_size))
+    for one, code in (pair for pair in others if pair[1]):
+        lines += [f"{'or:' if lines else 'What would fit:'} {code}", f"    {_need(asked, one)}"]
+    for one, _ in (pair for pair in others if not pair[1]):
+        lines += [f"not: {_named(one)}", f"    {_need(asked, one)}"]
+    if not any(code for _, code in others):
+        lines.insert(0, "Nothing fits. Use more ranks, larger devices or a smaller micro-batch.")
+    return [*lines, f"Of the table below nothing fits: {wide}"]
+
+
+def _others(asked: _Asked, ranks: int) -> Iterator[tuple[Estimate, str]]:
+    """Yield what else to try on so many ranks, and how to train with it if it fits."""
+    subject, given = asked.subject, asked.given
+    tries: list[tuple[_Asked, int, str | None]] = []
+    if subject.has_activations and not subject.microbatch.checkpointing:
+        leaner = {**given, "activation_checkpointing": True}
+        tries = [(asked._replace(subject=subject.checkpointed(), given=leaner), ranks, None)]
+    tries += [(asked, ranks, "cpu"), (asked, ranks, "nvme")]
+    tries += [(asked, factor * ranks, None) for factor in (2, 4, 8, 16, 32, 64)]
+    for own, world_size, offload in tries:
+        with contextlib.suppress(ValueError):  # not with these settings or this optimizer
+            microbatches = own.num_microbatches
+            one = own.subject.estimate(
+                3, world_size, offload=offload, num_microbatches=microbatches
+            )
+            is_fit = own.fits(one, own.room)
+            if is_fit or world_size == ranks:
+                yield one, _to_write(own, one) if is_fit else ""
+            if is_fit and world_size > ranks:
+                return
+
+
+def _named(one: Estimate) -> str:
+    return f"{one.name} on {format_ranks(one.world_size)}"
+
+
+def _need(asked: _Asked, one: Estimate) -> str:
+    """Return the memory that an estimate needs, with the limits, and what is not counted."""
+    missing = [] if one.has_units else ["gathered weights"]
+    missing += [] if one.has_activations else ["activations"]
+    what, ranks = " and ".join(missing), one.world_size // asked.nodes(one.world_size)
+    of = "" if asked.device is None else f" of {format_bytes(asked.device)}"
+    least = f"{'at least ' if what else ''}{format_bytes(one.device_peak)}{of} per rank"
+    parts = [f"{least}, before {what}" if what else least]
+    if not one.device_peak:
+        parts = [f"only {what}"]
+    if one.leaves_device:
+        of = "" if asked.host is None else f" of {format_bytes(asked.host)}"
+        each = f" for {ranks} ranks" if ranks > 1 else ""
+        parts = [f"device: {parts[0]}", f"host: {format_bytes(asked.on_host(one))}{of}{each}"]
+    if size := sum(one.disk.values()) * ranks:
+        parts.append(f"files: {format_bytes(size)}")
+    return "; ".join(parts)
+
+
 def _to_write(asked: _Asked, found: Estimate) -> str:
-    """Return a line on how to train as it was estimated."""
-    trainer: dict[str, Any] = {"devices": found.world_size}
-    num_nodes = asked.trainer.get("num_nodes") or 1
-    if num_nodes > 1 and found.world_size % num_nodes == 0:
-        trainer = {"devices": found.world_size // num_nodes, "num_nodes": num_nodes}
+    """Return how to train as it was estimated, as code."""
+    num_nodes = asked.nodes(found.world_size)
+    trainer: dict[str, Any] = {"devices": found.world_size // num_nodes}
+    trainer |= {"num_nodes": num_nodes} if num_nodes > 1 else {}
     trainer |= {"precision": found.precision} if found.precision != "32-true" else {}
     if asked.num_microbatches > 1:
         trainer["accumulate_grad_batches"] = asked.num_microbatches
     after = ", after import lightning_zero" if found.stage else ""
     words = [f"strategy={_strategy(asked.given, found)}", *_as_arguments(trainer)]
-    return f"To train with {found.name}: Trainer({', '.join(words)}){after}."
+    return f"Trainer({', '.join(words)}){after}"
 
 
 def _strategy(given: dict[str, Any], found: Estimate) -> str:
@@ -240,9 +280,11 @@ def _offloads(options: argparse.Namespace, settings: Settings) -> list[tuple[int
 
 
 def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:
-    missing = [] if found[0].has_units else ["gathered and unreduced units"]
+    missing = [] if found[0].has_units else ["gathered weights", "unreduced gradients"]
     missing += [] if subject.has_activations else ["activations"]
     head = subject.describe() + (f"\nNot counted: {', '.join(missing)}." if missing else "")
+    if subject.has_activations and subject.microbatch.device.type != subject.device.type:
+        head += "\nActivations are those of CPU kernels, as torch finds no accelerator here."
     columns = [
         [estimate for estimate in found if estimate.world_size == world_size]
         for world_size in dict.fromkeys(estimate.world_size for estimate in found)

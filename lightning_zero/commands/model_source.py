@@ -39,8 +39,9 @@ def find_model(text: str, arguments: Mapping[str, Any]) -> Model:
         cls = find_class(text)
         return lambda: cls(**arguments)
     raise ValueError(
-        f"Expected a number of parameters (10B), an import path (package.module:Class), a file"
-        f" (model.py:Class, config.yaml, config.json) or a folder with config.json, got {text!r}."
+        "Expected a number of parameters (10B), a class (package.module:Class or file.py:Class), a"
+        " LightningCLI or Hugging Face configuration, or a folder with config.json, for example"
+        f" examples/train_gpt.py:GPT, got {text!r}."
     )
 
 
@@ -80,7 +81,8 @@ def model_of_config(config: Mapping[str, Any], model: str | None) -> tuple[str, 
     name = section.pop("class_path", None) or model
     if name is None:
         raise ValueError(
-            "The configuration has no `model.class_path`. Pass --model package.module:Class."
+            "The configuration has no `model.class_path`. Pass --model, for example"
+            " --model examples/train_gpt.py:GPT."
         )
     return name, section.pop("init_args", section)
 
@@ -91,7 +93,9 @@ def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
     for pair in pairs:
         name, sign, value = pair.partition("=")
         if not sign:
-            raise ValueError(f"Expected arguments as name=value, got {pair!r}.")
+            raise ValueError(
+                f"Expected arguments as name=value, for example width=128, got {pair!r}."
+            )
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

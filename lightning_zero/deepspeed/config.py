@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock, suggestion
-from lightning_zero.plan import Settings, as_dtype
+from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBlock
+from lightning_zero.plan import Settings, as_dtype, suggestion
 
 _ALIASES = {"bfloat16": "bf16"}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -101,7 +101,7 @@ class Config:
         alike = {
             key.rpartition(".")[2]: key for key in _NAMES if block in ("", key.rpartition(".")[0])
         }
-        if near := suggestion(last, alike):
+        if near := suggestion(last, alike, 0.85):
             raise ValueError(f"The DeepSpeed configuration has an unknown key {name!r}.{near}")
         return _is_off(value) or (name in _ALWAYS and value is True)
 

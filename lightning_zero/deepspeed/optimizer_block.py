@@ -8,7 +8,6 @@ so a scheduler is a ``LambdaLR``.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,8 @@ import torch
 from torch.nn import Parameter
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from lightning_zero.plan import suggestion
 
 Rate = Callable[[int], float]
 """The learning rate after a number of optimizer steps."""
@@ -173,15 +174,8 @@ def _check_options(
             )
 
 
-def suggestion(given: str, names: Mapping[str, str]) -> str:
-    """Return a question that suggests the value of the key close to ``given``, if there is one."""
-    for close in difflib.get_close_matches(given, list(names), 1, cutoff=0.85):
-        return f" Did you mean {names[close]!r}?"
-    return ""
-
-
 def _near(name: str, names: Iterable[str]) -> str:
-    return suggestion(name, {known: known for known in names})
+    return suggestion(name, list(names), 0.85)
 
 
 def _of_group(options: Mapping[str, Any], index: int, count: int) -> dict[str, Any]:

@@ -219,7 +219,7 @@ class Engine:
             engine.sharded.optimizers.append(optimizer)
         self._hooks.handles += hooks.handles
         name = type(optimizer).__name__
-        self.steps.append(hooks.notice or f"{name} steps by element, each rank its own part")
+        self.steps.append(hooks.notice or f"{name}: element-wise, sharded")
         return hooks.notice
 
     def _by_unit(self, optimizer: Optimizer, of_units: list[Unit]) -> UnitStep | None:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_zero.comm import Communicator, data_group, default_group, device_mesh, share
 from lightning_zero.engine import Engine, broadcast_buffers
 from lightning_zero.fabric import internals
+from lightning_zero.memory import explained_memory
 from lightning_zero.parameters import make_local
 from lightning_zero.plan import START_METHODS, STRATEGIES, Recipe, Settings
 
@@ -161,7 +162,8 @@ class ShardedModule(nn.Module):
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; a backward from what it returns finds its weights."""
-        with self.engine.step(awaits_backward=torch.is_grad_enabled()) as watch:
+        step = self.engine.step(awaits_backward=torch.is_grad_enabled())
+        with step as watch, explained_memory(self.engine):
             output = self.module(*args, **kwargs)
             watch(output)
             return output

@@ -6,31 +6,35 @@ each; one walk over these events counts the whole weights and unreduced gradient
 in between; what rests, by the plan's arithmetic, completes them.
 
 =========== =======================================================================================
-model       a model on meta with its optimizer, its batch and the settings of its run
 dry_run     the events of the user's step
 live_bytes  bytes of all live tensors, and of what kernels keep besides
-walk        the parts of a step, and what a rank holds in each
-terms       what rests, by the plan's arithmetic
 states      optimizers on meta, and the bytes of their states
-prediction  ``estimate`` and its result; comparisons of stages and numbers of ranks
-summary     what a strategy prints when training begins
-report      tables, ``memory.json`` and the picture; ``size``: bytes as people write them
+walk        what rests, and the parts of a step with what a rank holds in each
+model       a model on meta with its optimizer and batch; ``estimate`` and its result
+report      bytes as people write them, tables, ``memory.json`` and the picture
+summary     what a strategy prints when training begins, and when memory runs out
 =========== =======================================================================================
 """
 
 from lightning_zero.memory.live_bytes import LiveBytes
-from lightning_zero.memory.model import OF_STAGE_3, ModelPlan
-from lightning_zero.memory.prediction import (
+from lightning_zero.memory.model import (
+    OF_STAGE_3,
     Estimate,
-    advise,
+    ModelPlan,
     compare,
     estimate,
-    estimate_of,
     named_offloads,
 )
-from lightning_zero.memory.report import draw, estimate_table, table, write_report
-from lightning_zero.memory.size import format_bytes, format_ranks, parse_bytes, parse_numel
-from lightning_zero.memory.summary import summary
-from lightning_zero.memory.terms import AWAY_ROWS, KINDS
-from lightning_zero.memory.walk import Walk
+from lightning_zero.memory.report import (
+    draw,
+    estimate_table,
+    format_bytes,
+    format_ranks,
+    parse_bytes,
+    parse_numel,
+    table,
+    write_report,
+)
+from lightning_zero.memory.summary import explain, explained_memory, summary
+from lightning_zero.memory.walk import AWAY_ROWS, KINDS
 from lightning_zero.plan import Offload

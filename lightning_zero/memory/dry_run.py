@@ -353,13 +353,7 @@ class _KeptOnHost(HostCopies):
         return memory, landing
 
     @override
-    def up(
-        self,
-        out: Tensor,
-        source: Tensor,
-        then: Callable[[], Work],
-        after: Landing | None = None,
-    ) -> Work:
+    def up(self, out: Tensor, source: Tensor, then: Callable[[], Work], *_: Any) -> Work:
         return then()
 
 

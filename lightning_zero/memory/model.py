@@ -1,33 +1,139 @@
-"""A model on ``meta`` with its optimizer and batch, whose memory is predicted."""
+"""A model on ``meta`` with its optimizer and batch, and the bytes that a rank will hold of it."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn import Parameter
 
+from lightning_zero.comm import pretended_mesh
 from lightning_zero.memory.dry_run import Event, Microbatch, Step, meta_copy
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
-from lightning_zero.memory.terms import KINDS, RESTING, UnitTerms, terms_of_specs
-from lightning_zero.memory.walk import Snapshot, Walk, replicated_parts
-from lightning_zero.plan import RECIPES, Medium, Offload, Settings, specify_units, whole_tensors
+from lightning_zero.memory.walk import (
+    KINDS,
+    RESTING,
+    Buckets,
+    Gathered,
+    Kinds,
+    Reductions,
+    Snapshot,
+    Walk,
+    terms_of_specs,
+)
+from lightning_zero.parameters import make_local
+from lightning_zero.plan import (
+    RECIPES,
+    Medium,
+    Offload,
+    Settings,
+    derived_class,
+    specify_units,
+    strategy_arguments,
+    whole_tensors,
+)
 from lightning_zero.tensors import bytes_held, tensors_in
 
 _META = torch.device("meta")
 OF_STAGE_3 = ("reshard_after_forward",)
 """Settings that apply to stage 3 only."""
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
+_MOST_STAGED = 2**25
+"""Bytes of host memory in which a step from files stages Adam's states."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The bytes that one rank will hold.
+
+    Attributes:
+        stage: 1, 2 or 3; 0 is DDP.
+        world_size: Number of ranks.
+        precision: A precision of the Trainer.
+        num_parameters: Elements of all parameters, ties counted once.
+        has_units: Whether the model's units are known, and so what is gathered and unreduced.
+        has_activations: Whether activations are counted.
+        snapshots: A step from its start to the rest after it.
+        host: The most bytes of each kind in host memory apart from the device's.
+        disk: Bytes in files, by kind.
+        whole: Bytes of the whole module, which each rank has in host memory before setup, unless it
+            is built on ``meta``, and after ``fit``, unless ``restore_weights=False``.
+        is_on_host: Whether the device is the host itself.
+        offload: What rests outside the device.
+    """
+
+    stage: int
+    world_size: int
+    precision: str
+    num_parameters: int
+    has_units: bool
+    has_activations: bool
+    snapshots: tuple[Snapshot, ...]
+    host: Kinds
+    disk: Kinds
+    whole: int
+    is_on_host: bool
+    offload: Offload | None
+
+    @property
+    def name(self) -> str:
+        """The strategy's name, or its stage and what is offloaded where no strategy has a name."""
+        if self.offload is None:
+            return f"zero{self.stage}" if self.stage else "ddp"
+        for medium, word in (("cpu", "offload"), ("nvme", "nvme")):
+            if (self.stage, self.offload) in named_offloads(medium):
+                return f"zero{self.stage}_{word}"
+        homes = {"optimizer": self.offload.optimizer, "weights": self.offload.weights}
+        moved = [f"{kind} on {medium}" for kind, medium in homes.items() if medium]
+        return f"zero{self.stage}, {', '.join(moved)}"
+
+    @property
+    def resting(self) -> Kinds:
+        """Bytes on the device between steps, by kind, after the first step."""
+        return {kind: self.snapshots[-1].kinds[kind] for kind in RESTING}
+
+    @property
+    def model_states(self) -> int:
+        """Bytes of weights, gradients, master and optimizer states on the device between steps."""
+        return sum(count for kind, count in self.resting.items() if kind != "buffers")
+
+    @property
+    def peak(self) -> Snapshot:
+        """The snapshot with the most bytes on the device."""
+        return max(self.snapshots, key=lambda snapshot: snapshot.total)
+
+    @property
+    def most(self) -> Kinds:
+        """The most bytes of each kind on the device, at any time."""
+        held = [kinds for m in self.snapshots for kinds in (m.kinds, m.at_other_times)]
+        return {kind: max(kinds.get(kind, 0) for kinds in held) for kind in KINDS}
+
+    @property
+    def host_peak(self) -> int:
+        """The most bytes in host memory within a step; on a CPU, the device's are included."""
+        rests = sum(self.host[kind] for kind in RESTING)
+        return rests + max(m.staging + m.total * self.is_on_host for m in self.snapshots)
+
+    @property
+    def leaves_device(self) -> bool:
+        """Return whether anything is offloaded, activations included."""
+        return self.offload is not None or (not self.is_on_host and self.host_peak > 0)
+
+    @property
+    def device_peak(self) -> int:
+        """The most bytes in device memory within a step; on a CPU, staging is included."""
+        return self.host_peak if self.is_on_host else self.peak.total
 
 
 class ModelPlan:
     """A model on ``meta`` with its optimizer and batch, and the settings of its run.
 
-    The arguments are those of ``estimate``.
+    The arguments are those of :func:`estimate`, and ``kernels``: the device whose kernels decide
+    what activations are, if it is another one.
 
     Attributes:
         module: The model on ``meta``.
@@ -48,6 +154,7 @@ class ModelPlan:
         batch: Any = None,
         step: Step | None = None,
         device: torch.device,
+        kernels: torch.device | None = None,
     ) -> None:
         self.settings = settings = settings or Settings()
         if settings.tensor_parallel_size != 1:
@@ -65,8 +172,9 @@ class ModelPlan:
             raise ValueError(
                 f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
             )
+        kernels = kernels or device
         present = torch.accelerator.current_accelerator(check_available=True)
-        if batch is not None and device.type not in ("cpu", present and present.type):
+        if batch is not None and kernels.type not in ("cpu", present and present.type):
             raise ValueError(
                 f"Activations on {device.type!r} are counted only where torch finds such a device,"
                 " because its kernels decide what they keep. Remove `batch`, or pass device='cpu'."
@@ -74,7 +182,7 @@ class ModelPlan:
         dtype = _TRUE_DTYPES.get(precision)
         self.precision, self.device = precision, device
         recipe, kept = RECIPES[precision], (checkpointing is True, settings.activation_offload)
-        self.microbatch = Microbatch(batch, step, *kept, recipe, dtype, device)
+        self.microbatch = Microbatch(batch, step, *kept, recipe, dtype, kernels)
         self.has_units = not isinstance(model_or_numel, int)
         if isinstance(model_or_numel, int):
             if model_or_numel < 1:
@@ -125,22 +233,49 @@ class ModelPlan:
         other._events = {}
         return other
 
-    def snapshots(
+    def estimate(
         self,
         stage: int,
         world_size: int,
         *,
         rank: int = 0,
         num_microbatches: int = 1,
-        offload: Offload | None = None,
-    ) -> list[Snapshot]:
-        """Return what a rank holds in the parts of a step's last microbatch, and at rest after it.
+        offload: Offload | str | None = None,
+    ) -> Estimate:
+        """Return what a rank will hold in a step's last microbatch, and at rest after it.
 
-        Stage 0 is DDP.
+        Stage 0 is DDP; ``offload`` may be that of a named strategy, ``"cpu"`` or ``"nvme"``.
         """
-        require_sense(stage, world_size, rank, offload)
+        if isinstance(offload, str):
+            offload = Offload.of_stage(stage, offload)
+        _require_sense(stage, world_size, rank, offload)
+        rests: dict[Medium, Kinds] = {medium: dict.fromkeys(RESTING, 0) for medium in Medium}
         if stage == 0:
-            return self._under_ddp(adds_gradients=num_microbatches > 1)
+            snapshots = self._under_ddp(rests, adds=num_microbatches > 1)
+        else:
+            where = stage, world_size, rank, num_microbatches, offload
+            snapshots = self._under_engine(rests, *where)
+        staging = max(part.staging for part in snapshots)
+        return Estimate(
+            stage, world_size, self.precision, self.num_parameters, self.has_units,
+            self.has_activations, tuple(snapshots), {**rests[Medium.HOST], "staging": staging},
+            rests[Medium.DISK], self.nbytes,
+            is_on_host=self.device.type == "cpu"
+            and not (self.microbatch.offloading and stage)
+            and (offload is None or offload.is_mapped(self.device)),
+            offload=offload,
+        )  # fmt: skip
+
+    def _under_engine(
+        self,
+        rests: dict[Medium, Kinds],
+        stage: int,
+        world_size: int,
+        rank: int,
+        num_microbatches: int,
+        offload: Offload | None,
+    ) -> list[Snapshot]:
+        """Return a step under the engine, and add to ``rests`` what a rank holds between steps."""
         on_host = offload is not None and offload.is_mapped(self.device)
         asked = self._at(stage, offload)
         self._require_support(asked, on_host=on_host)
@@ -157,41 +292,43 @@ class ModelPlan:
             offload=offload,
             on_host=on_host,
         )
+        for medium, kinds in rests.items():
+            kinds.update(
+                {kind: sum(unit.resting[medium][kind] for unit in units) for kind in kinds}
+            )
+        still = {**dict.fromkeys(KINDS, 0), **rests[Medium.DEVICE], "buffers": self._buffers}
         plans = (flat.plan for spec in specs for flat in spec.flat_parameters)
         is_local = not next(plans).reduces_every_microbatch
-        still = {**dict.fromkeys(KINDS, 0), **_resting(units, Medium.DEVICE)}
-        still["buffers"] = self._buffers
-        host, disk = _resting(units, Medium.HOST), _resting(units, Medium.DISK)
-        ring = max(unit.ring for unit in units) if self.has_units else 0
-        if self.has_units:
-            walk = Walk(
-                self.events(is_cast=True),
-                units,
-                [(id(p), self._grad_bytes(p)) for p in self.module.parameters()],
-                still,
-                asked,
-                is_local=is_local,
-                num_microbatches=num_microbatches,
-                num_shards=num_shards,
-                receives=self.device.type == "cpu" and num_shards > 1,
-            )
-            found = walk.parts()
-        else:
+        if not self.has_units:
             kept = sum(unit.partial for unit in units) if is_local and num_microbatches > 1 else 0
-            found = [Snapshot("", "backward", {**still, "unreduced": kept})]
-        for part in found:
-            part.host, part.disk = {**host, "staging": ring + part.away}, disk
-        is_staged = offload is not None and offload.optimizer == "nvme" and self.has_units
-        staged = self._states.staged([unit.pieces for unit in units]) if is_staged else 0
+            return [
+                Snapshot("", "backward", {**still, "unreduced": kept}),
+                Snapshot("", "rest", still),
+            ]
+        events = self.events(is_cast=True)
+        parameters = list(self.module.parameters())
+        dtype = self.microbatch.recipe.weight
+        reductions = Reductions(
+            events,
+            [p.numel() * (dtype or p.dtype).itemsize for p in parameters],
+            still["gradients"],
+            units,
+            list(map(id, parameters)),
+            is_local=is_local,
+            num_microbatches=num_microbatches,
+            num_shards=num_shards,
+            receives=self.device.type == "cpu" and num_shards > 1,
+        )
+        found = Walk(events, still, reductions, Gathered(events, reductions, asked)).parts()
         stepped = self._states.stepped(place, num_shards) + max(unit.lent for unit in units)
-        if self.has_units and (stepped or staged):
-            kinds = {**still, "gathered": stepped}
-            found.append(Snapshot("", "step", kinds, {**host, "staging": ring + staged}, disk))
-        return [*found, Snapshot("", "rest", still, {**host, "staging": ring}, disk)]
-
-    def _grad_bytes(self, parameter: Parameter) -> int:
-        dtype = self.microbatch.recipe.weight or parameter.dtype
-        return parameter.numel() * dtype.itemsize
+        is_staged = offload is not None and offload.optimizer == "nvme"
+        staged = min(rests[Medium.DISK]["states"], _MOST_STAGED) if is_staged else 0
+        if stepped or staged:
+            found.append(Snapshot("", "step", {**still, "gathered": stepped}, staging=staged))
+        found.append(Snapshot("", "rest", still))
+        for part in found:
+            part.staging += max(unit.ring for unit in units)
+        return found
 
     def _at(self, stage: int, offload: Offload | None = None) -> Settings:
         """Return the settings of a step without data at a stage; those of stage 3 only go below."""
@@ -222,18 +359,23 @@ class ModelPlan:
         if asked.steps_by_unit and self._states.against_units:
             raise ValueError(self._states.against_units)
 
-    def _under_ddp(self, *, adds_gradients: bool) -> list[Snapshot]:
+    def _under_ddp(self, rests: dict[Medium, Kinds], *, adds: bool) -> list[Snapshot]:
+        """Return a step under DDP, and add to ``rests`` what a rank holds between steps."""
         parameters = list(self.module.parameters())
         trainable = [p for p in parameters if p.requires_grad]
-        kinds = dict.fromkeys(KINDS, 0)
-        kinds["weights"] = sum(p.nbytes for p in parameters)
-        kinds["gradients"] = sum(p.nbytes for p in trainable)
-        kinds["states"] = sum(self._states.nbytes(p, p.numel(), 0, 1) for p in trainable)
-        kinds["buffers"] = self._buffers
+        total = sum(p.nbytes for p in trainable)
+        still = {
+            **dict.fromkeys(KINDS, 0),
+            "weights": sum(p.nbytes for p in parameters),
+            "gradients": total,
+            "states": sum(self._states.nbytes(p, p.numel(), 0, 1) for p in trainable),
+            "buffers": self._buffers,
+        }
         if not self.has_units:
-            return [Snapshot("", "rest", kinds)]
-        events, sizes = self.events(is_cast=False), [p.nbytes for p in parameters]
-        return replicated_parts(events, sizes, kinds, adds_gradients=adds_gradients)
+            return [Snapshot("", "rest", still)]
+        buckets = Buckets([p.nbytes for p in parameters], total, adds=adds)
+        found = Walk(self.events(is_cast=False), still, buckets).parts()
+        return [*found, Snapshot("", "rest", {**still, "unreduced": total})]
 
     @property
     def _buffers(self) -> int:
@@ -250,7 +392,7 @@ class ModelPlan:
         return self._events[is_cast]
 
 
-def require_sense(stage: int, world_size: int, rank: int, offload: Offload | None) -> None:
+def _require_sense(stage: int, world_size: int, rank: int, offload: Offload | None) -> None:
     """Raise a ``ValueError`` unless the stage allows such a rank and such an offload."""
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")
@@ -260,11 +402,6 @@ def require_sense(stage: int, world_size: int, rank: int, offload: Offload | Non
         raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
     if offload is not None and stage == 0:
         raise ValueError(f"Expected stage 1, 2 or 3 with offload, got stage=0 (DDP) and {offload}.")
-
-
-def _resting(units: Sequence[UnitTerms], medium: Medium) -> dict[str, int]:
-    """Return the bytes of all units between steps in one medium, by kind."""
-    return {kind: sum(unit.resting[medium][kind] for unit in units) for kind in RESTING}
 
 
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -277,3 +414,134 @@ def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
             f"Expected a module, a function that builds one or a number, got {built!r}."
         )
     return built
+
+
+class Configured(Protocol):
+    """A strategy, as far as its memory depends on it."""
+
+    settings: Settings
+
+
+def estimate(
+    model_or_numel: nn.Module | Callable[..., nn.Module] | int,
+    strategy: str | Configured | Settings = "zero3",
+    *,
+    world_size: int = 1,
+    precision: str = "32-true",
+    optimizer: Optimizers = None,
+    batch: Any = None,
+    step: Step | None = None,
+    accumulate_grad_batches: int = 1,
+    rank: int = 0,
+    device: torch.device | str = "cpu",
+) -> Estimate:
+    """Estimate the bytes that one rank will hold, by kind, through a step.
+
+    An offload that a strategy refuses is refused here too, and so is an optimizer that it refuses
+    to step unit by unit.
+
+    Args:
+        model_or_numel: A module on any device, a function that builds one (it is called on
+            ``meta``), or a number of parameters. With ``tensor_parallel_size``, a function of the
+            device mesh, or a module whose ``configure_model`` builds and cuts it.
+        strategy: A registered name, such as ``"zero3"``, a ``ZeROStrategy(...)``, or ``"ddp"``.
+            Offload to host memory, or of a share, is assumed to be to that beside an accelerator,
+            and so is offload of activations, also with ``device="cpu"``.
+        world_size: Number of ranks.
+        precision: As in ``Trainer(precision=...)``.
+        optimizer: Makes an optimizer from a list of parameters, or its name in ``torch.optim``; by
+            default the module's ``configure_optimizers``, else AdamW.
+        batch: One rank's batch (only shapes and dtypes matter), to count activations as well.
+        step: Computes the loss from the module and the batch; by default ``training_step``, or the
+            module's own outputs.
+        accumulate_grad_batches: As in the Trainer.
+        rank: The rank to estimate. Ranks differ in padding.
+        device: Where the model will run: ``"cpu"``, or an accelerator such as ``"cuda"``.
+    """
+    settings = _settings_of(strategy)
+    stage = 0 if strategy == "ddp" else settings.stage
+    _require_sense(settings.stage, world_size, rank, None)
+    with _uncut(model_or_numel, settings, rank, world_size, batch) as (model, own, size):
+        subject = ModelPlan(
+            model, own, precision=precision, optimizer=optimizer, batch=batch, step=step,
+            device=torch.device(device),
+        )  # fmt: skip
+        return subject.estimate(
+            stage, world_size // size, rank=rank // size, offload=own.offload,
+            num_microbatches=accumulate_grad_batches,
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _uncut(
+    model: Any, settings: Settings, rank: int, world_size: int, batch: Any
+) -> Iterator[tuple[Any, Settings, int]]:
+    """Enter a context with a model that no tensor parallelism cuts: if any does, a rank's part.
+
+    Yields that, the settings of its ranks, and the number of ranks that hold a part each.
+
+    Raises:
+        ValueError: The model is not cut, or this process belongs to a process group.
+    """
+    size = settings.division(world_size)["tensor_size"]
+    if size == 1:
+        yield model, settings, 1
+        return
+    if batch is not None:
+        raise ValueError(
+            f"Activations are not counted with tensor_parallel_size={size}. Remove `batch`."
+        )
+    if isinstance(model, int):
+        raise ValueError(
+            f"tensor_parallel_size={size} cuts a model that is known. Pass the model instead of a"
+            " number of parameters."
+        )
+    with pretended_mesh(rank, world_size, size) as mesh:
+        with torch.device("meta"):
+            built = model if isinstance(model, nn.Module) else model(mesh)
+            if (configure := getattr(built, "configure_model", None)) is not None:
+                # Modules of Lightning read the mesh that they cut themselves by.
+                cls = type(built)
+                built.__class__ = derived_class(cls, {"device_mesh": mesh})
+                try:
+                    configure()
+                finally:
+                    built.__class__ = cls
+        make_local(built, mesh)
+        yield built, replace(settings, tensor_parallel_size=1), size
+
+
+def _settings_of(strategy: str | Configured | Settings) -> Settings:
+    if isinstance(strategy, Settings):
+        return strategy
+    if isinstance(strategy, str):
+        return Settings() if strategy == "ddp" else Settings.of(**strategy_arguments(strategy))
+    found = getattr(strategy, "settings", None)
+    if not isinstance(found, Settings):
+        raise TypeError(f"Expected a strategy's name or a ZeROStrategy, got {strategy!r}.")
+    return found
+
+
+def compare(
+    model: ModelPlan,
+    stages: Iterable[int],
+    world_sizes: Iterable[int],
+    *,
+    offloads: Iterable[tuple[int, Offload]] = (),
+    **how: Any,
+) -> list[Estimate]:
+    """Estimate, for each number of ranks, every stage and then every stage with an offload."""
+    columns = [*((stage, None) for stage in stages), *offloads]
+    return [
+        model.estimate(stage, world_size, offload=offload, **how)
+        for world_size in world_sizes
+        for stage, offload in columns
+    ]
+
+
+def named_offloads(*media: str) -> list[tuple[int, Offload]]:
+    """Return the offloads that the names ``"cpu"`` and ``"nvme"`` mean, each with its stage."""
+    stages = {"cpu": (2, 3), "nvme": (3,)}
+    return [
+        (stage, Offload.of_stage(stage, medium)) for medium in media for stage in stages[medium]
+    ]

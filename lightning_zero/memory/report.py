@@ -1,16 +1,17 @@
-"""The memory of a run as a table, as ``memory.json`` and as a picture, ``memory.svg``."""
+"""Bytes as people write them: numbers, tables, ``memory.json`` and a picture, ``memory.svg``."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.memory.prediction import Estimate
-from lightning_zero.memory.size import format_bytes, format_ranks
-from lightning_zero.memory.terms import HOST_KINDS, KINDS, RESTING
+from lightning_zero.memory.model import Estimate
+from lightning_zero.memory.walk import HOST_KINDS, KINDS, RESTING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +26,45 @@ COLOURS = {
     "unreduced": "#e4572e",
     "activations": "#d9c9e8",
 }
+
+
+_PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+
+
+def format_bytes(count: float) -> str:
+    """Format with three figures and a unit: ``160 GB``, ``1.58 MB``, ``512 B``."""
+    for prefix in ("T", "G", "M", "K"):
+        scale = _PREFIXES[prefix]
+        if abs(count) >= 0.9995 * scale:
+            value = count / scale
+            digits = max(0, 3 - len(f"{abs(value):.3g}".split(".")[0]))
+            return f"{value:.{digits}f} {prefix.replace('K', 'k')}B"
+    return f"{count:.0f} B"
+
+
+def format_ranks(world_size: int) -> str:
+    """Format a number of ranks: ``1 rank``, ``8 ranks``."""
+    return "1 rank" if world_size == 1 else f"{world_size} ranks"
+
+
+def parse_bytes(text: str) -> int:
+    """Parse a number of bytes such as ``80GB``, ``24 GiB`` or ``1e9``."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"Expected a number of bytes such as '80GB' or '24GiB', got {text!r}.")
+    number, prefix, is_binary = match.groups()
+    scale = _PREFIXES[prefix.upper()]
+    if is_binary:
+        scale = 1024 ** ["", "K", "M", "G", "T"].index(prefix.upper())
+    return int(float(number) * scale)
+
+
+def parse_numel(text: str) -> int:
+    """Parse a number of parameters such as ``10B``, ``350M`` or ``1000``."""
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"Expected a number of parameters such as '10B' or '350M', got {text!r}.")
+    return round(float(match.group(1)) * _PREFIXES[match.group(2).upper()])
 
 
 def table(columns: Mapping[str, Mapping[str, int | None]], rows: Sequence[str]) -> str:
@@ -63,24 +103,27 @@ def estimate_table(estimates: Sequence[Estimate]) -> str:
     return table(columns, [*rows, *(f"disk {kind}" for kind in RESTING), "disk"])
 
 
-def write_report(folder: Path, estimates: Sequence[Estimate], limit: int | None = None) -> Path:
-    """Write ``memory.json`` and, if matplotlib is installed, a picture; return the folder.
+def write_report(
+    folder: Path, estimates: Sequence[Estimate], limit: int | None = None
+) -> list[Path]:
+    """Write ``memory.json`` and, if matplotlib is installed, a picture; return what was written.
 
     The picture shows a step of the last estimate with units, and a device's ``limit`` as a line.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = [_facts_of(found) for found in estimates]
-    (folder / "memory.json").write_text(json.dumps(facts, indent=1) + "\n")
+    written = [folder / "memory.json"]
+    written[0].write_text(json.dumps(facts, indent=1) + "\n")
     shown = [found for found in estimates if found.has_units]
-    try:
+    with contextlib.suppress(ImportError):
         from matplotlib.figure import Figure
-    except ImportError:
-        return folder
-    if shown:
-        figure = Figure(figsize=(9.0, 4.4), layout="constrained")
-        draw(figure.add_subplot(), shown[-1], limit)
-        figure.savefig(folder / "memory.svg")
-    return folder
+
+        if shown:
+            figure = Figure(figsize=(9.0, 4.4), layout="constrained")
+            draw(figure.add_subplot(), shown[-1], limit)
+            figure.savefig(folder / "memory.svg")
+            written.append(folder / "memory.svg")
+    return written
 
 
 def draw(axes: Axes, found: Estimate, limit: int | None = None) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -16,24 +15,19 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.memory.dry_run import first_line
-from lightning_zero.memory.terms import PieceTerms
 from lightning_zero.optimizer import (
-    PiecePart,
     StateBytes,
     Way,
-    batches_of,
     members,
     owners_of,
     parameter_of,
     pieces_of,
-    staging_bytes,
     state_bytes,
     stepper_of,
     verdict_of,
     whole_state_bytes,
 )
 from lightning_zero.plan import cut_of, whole_shape
-from lightning_zero.tensors import in_pages
 
 Optimizers = str | Callable[[list[Parameter]], Optimizer] | None
 
@@ -98,37 +92,6 @@ class OptimizerStates:
             for key, owner in self._owners(count).items()
             if owner in (None, number) and own[key].requires_grad
         )
-
-    def staged(self, units: Sequence[Sequence[PieceTerms]]) -> int:
-        """Return the bytes of host memory in which a step stages states from files.
-
-        ``units`` are the pieces of a rank. Optimizers step one after another, so the most counts.
-        """
-        batches = batches_of(units)
-        known = {id(piece.parameter) for unit in units for piece in unit}
-        most = 0
-        for held in self._members:
-            ids = set(map(id, held))
-            of_batches = [
-                [part for part in batch if id(part.piece.parameter) in ids] for batch in batches
-            ]
-            sizes = [self._bytes_in_files(batch) for batch in of_batches if batch]
-            # Parameters that no engine holds are stepped in a batch of their own.
-            sizes += [0] if ids - known else []
-            most = max(most, staging_bytes(sizes) if sizes else 0)
-        return most
-
-    def _bytes_in_files(self, batch: Iterable[PiecePart[PieceTerms]]) -> int:
-        """Return the bytes of the blocks that hold the states of a batch."""
-        sizes: Counter[torch.dtype] = Counter()
-        num_entries: dict[torch.dtype, int] = {}
-        for part in batch:
-            own, dtype = part.piece.parameter, part.piece.parameter.dtype
-            state = self._by_parameter.get(id(own))
-            if own.requires_grad and part.nbytes and isinstance(state, StateBytes):
-                sizes[dtype] += part.nbytes
-                num_entries[dtype] = max(num_entries.get(dtype, 0), state.num_entries(dtype))
-        return sum(num_entries[dtype] * in_pages(size) for dtype, size in sizes.items())
 
     @cached_property
     def against_units(self) -> str:

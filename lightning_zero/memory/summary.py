@@ -1,16 +1,19 @@
-"""The lines that a strategy prints once, when training begins."""
+"""The lines that a strategy prints when training begins, and when memory runs out."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from lightning_zero.engine import Engine
-from lightning_zero.memory.size import format_bytes
+from lightning_zero.memory.report import format_bytes
 from lightning_zero.memory.states import OptimizerStates
+from lightning_zero.memory.walk import flat_bytes
 from lightning_zero.plan import whole_tensors
 from lightning_zero.tensors import bytes_held
 
@@ -28,15 +31,15 @@ def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
     sharded = engine.sharded
     sizes = {unit.label: unit.numel for unit in sharded.units}
     largest = max(sizes, key=lambda label: sizes[label])
+    units = f"{len(sizes)} units" if len(sizes) > 1 else "1 unit"
+    units += f", {sum(sizes.values()):,} parameters"
+    if len(sizes) > 1:
+        units += f"; the largest, {largest}, has {sizes[largest]:,}"
     counted = [f"{n} x {step}" if n > 1 else step for step, n in Counter(engine.steps).items()]
     first, *others = counted or [""]
     steps = [step for step in (first, "; ".join(others)) if step]
     rows = [
-        (
-            "units",
-            f"{len(sizes)}, the largest {largest} with {sizes[largest]:,} of"
-            f" {sum(sizes.values()):,} parameters",
-        ),
+        ("units", units),
         *_memory(engine, ranks_on_host),
         *(("optimizer", step) for step in steps),
         ("checkpoint", checkpoint),
@@ -61,9 +64,9 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
         for word in ("host", "disk")
     }
     at_rest = rests.total() - sum(away.values())
-    what = "at rest" if engine.sharded.optimizers else "of weights"
-    found = f"{format_bytes(at_rest)} {what}, {format_bytes(at_rest + _in_use(engine))}"
-    found += f" in a step without {missing}"
+    what = "between steps" if engine.sharded.optimizers else "of weights"
+    peak = format_bytes(at_rest + _in_use(engine))
+    found = f"{format_bytes(at_rest)} {what}, peak {peak} + {missing}"
     held = engine.sharded.memory()
     on_host = sum(held.values()) if device.type == "cpu" else 0
     on_host += sum(count for row, count in held.items() if row.startswith("host "))
@@ -90,14 +93,13 @@ def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
     try:
         with torch.random.fork_rng(devices=[]):
             for flat in sharded.flats:
-                trains = flat.trainable and bool(sharded.optimizers)
-                kinds = flat.plan.resting_bytes(flat.layout.numel, axis.size, trainable=trains)
-                ranges = [piece.range for piece in flat.pieces]
-                if not any(one.numel or not one.slot.numel for one in ranges):
-                    kinds["gradients"] = 0  # a rank whose shard is padding keeps none
-                kinds["states"] = sum(
-                    states.nbytes(piece.parameter, piece.range.numel, axis.rank, axis.size)
-                    for piece in flat.pieces
+                kinds = flat_bytes(
+                    flat.plan,
+                    flat.layout,
+                    [piece.parameter for piece in flat.pieces],
+                    axis.rank,
+                    lambda own, numel: states.nbytes(own, numel, axis.rank, axis.size),
+                    trainable=flat.trainable and bool(sharded.optimizers),
                 )
                 rows.update(flat.plan.rows(kinds))
     finally:
@@ -119,19 +121,75 @@ def _in_use(engine: Engine) -> int:
     return root + at_once + (max(gradients) if sharded.optimizers else 0)
 
 
+@contextlib.contextmanager
+def explained_memory(engine: Engine) -> Iterator[None]:
+    """Add to an out-of-memory error of the block what this rank holds, and what to try next."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        explain(error, engine)
+        raise
+
+
+def explain(error: BaseException, engine: Engine) -> None:
+    """Add to torch's out-of-memory error what this rank holds, and what to try next."""
+    is_new = isinstance(error, torch.OutOfMemoryError) and not getattr(error, "__notes__", ())
+    if is_new and hasattr(error, "add_note"):  # from Python 3.11 on
+        with contextlib.suppress(Exception):  # an explanation may not hide the error
+            error.add_note(out_of_memory(engine))
+
+
+def out_of_memory(engine: Engine) -> str:
+    """Return a sentence on the bytes that this rank holds, and one on what to try next."""
+    sharded, settings = engine.sharded, engine.sharded.settings
+    held = Counter(sharded.memory())
+    counted = sum(n for kind, n in held.items() if not kind.startswith(("host ", "disk ")))
+    activations = max(0, allocated_on(settings.device) - counted)
+    weights, gradients = held["weights"] + held["master"], held["gradients"] + held["unreduced"]
+    sizes = {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer states": held["states"],
+        "gathered units": held["gathered"],
+        "activations and temporary tensors": activations,
+    }
+    parts = ", ".join(f"{format_bytes(size)} of {name}" for name, size in sizes.items())
+    num_shards, offloaded = engine.comm.mesh.shard.size, gradients + held["states"]
+    tries = [("half the micro-batch with twice the accumulate_grad_batches", activations // 2)]
+    if settings.device.type != "cpu" and settings.offload is None:
+        offloaded += weights if settings.stage == 3 else held["master"]
+        tries.insert(0, (f'strategy="zero{max(2, settings.stage)}_offload"', offloaded))
+    if settings.stage < 3 and num_shards > 1:
+        saved = held["weights"] + (held["unreduced"] if settings.stage == 1 else 0)
+        tries.insert(0, ('strategy="zero3"', saved * (num_shards - 1) // num_shards))
+    if not settings.activation_checkpointing:
+        saved = activations * (len(sharded.units) - 1) // len(sharded.units)
+        tries.insert(0, ("activation_checkpointing=True", saved))
+    most = max(saved for _, saved in tries)
+    name, saved = next(one for one in tries if one[1] >= most // 4)
+    more = f" Try {name}, which would save up to {format_bytes(saved)}." if saved else ""
+    return f"lightning_zero: this rank holds {parts}.{more}"
+
+
+def allocated_on(device: torch.device) -> int:
+    """Return the bytes that torch has allocated on an accelerator, if it tells."""
+    count = getattr(getattr(torch, device.type, None), "memory_allocated", None)
+    return 0 if count is None else int(count(device))
+
+
 def of_device(device: torch.device) -> str:
-    """Return what this process has or may still take of an accelerator that tells, else nothing."""
+    """Return what this process has and may still take of an accelerator that tells, in words."""
     module = getattr(torch, device.type, None)
     if module is None or not hasattr(module, "mem_get_info"):
         return ""
     free, _ = module.mem_get_info(device)
-    return f", of {format_bytes(free + module.memory_reserved(device))}"
+    return f" ({format_bytes(free + module.memory_reserved(device))} available)"
 
 
 def _of_host(held: int, ranks: int) -> str:
     """Return a rank's share of the memory that is free or ``held`` by the host's ``ranks``."""
     free = free_of_host()
-    return "" if free is None else f", of {format_bytes(free / ranks + held)}"
+    return "" if free is None else f" ({format_bytes(free / ranks + held)} available)"
 
 
 def free_of_host(root: Path = Path("/")) -> int | None:

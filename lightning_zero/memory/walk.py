@@ -1,21 +1,154 @@
-"""A training step, walked through by its events: what a rank holds at each.
+"""What a rank holds: at rest, by the plan, and in a step, walked through by its events.
 
-A rank holds what rests, the whole weights of the root and of the units in use or prefetched, the
-unreduced gradients of the unit in backward and of the one being reduced, and activations. Which
-unit is whole, and when its gradients are reduced, follows the engine's rules (``engine/schedule``,
-``engine/reduction_order``) in a step whose order of units is that of the step before.
+At rest a model is a list of **terms**, one per unit, made from the specs that an engine builds its
+buffers from. In a step a rank also holds the whole weights of the root and of the units in use or
+prefetched, the unreduced gradients of the unit in backward and of the one being reduced, and
+activations. Which unit is whole, and when its gradients are reduced, follows the engine's rules
+(``engine/schedule``, ``engine/reduction_order``) in a step whose order of units is that of the step
+before.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from torch.nn import Parameter
+
+from lightning_zero.comm import Codec
 from lightning_zero.memory.dry_run import Event, Kind
-from lightning_zero.memory.terms import Kinds, UnitTerms
-from lightning_zero.plan import Settings
+from lightning_zero.plan import Layout, Medium, Offload, Plan, Settings, UnitSpec
+from lightning_zero.tensors import RING_BYTES
+
+RESTING = ("weights", "gradients", "master", "states", "buffers")
+KINDS = (*RESTING, "gathered", "unreduced", "activations")
+"""Kinds of bytes: those that a rank always holds, and those that come and go in a step.
+
+``gathered`` are whole weights of units that rest sharded, ``unreduced`` gradients before and during
+their reduction; ``docs/memory.md`` describes the others.
+"""
+
+HOST_KINDS = (*RESTING, "staging")
+"""Kinds of bytes in host memory apart from the device's.
+
+``staging`` is in transit: between the device and the host, or between files and a step.
+"""
+
+AWAY_ROWS = (
+    *(f"host {kind}" for kind in ("weights", "gradients", "master", "states")),
+    *(f"disk {kind}" for kind in ("weights", "master", "states")),
+)
+"""Kinds of bytes in host memory and in files, as ``ShardedModel.memory`` and tables name them."""
+
+Kinds = dict[str, int]
+StateOf = Callable[[Parameter, int], int]
+"""Returns the optimizer state bytes of a number of elements of a parameter; 0 if it is frozen."""
+
+
+@dataclass
+class UnitTerms:
+    """The bytes of one unit on one rank.
+
+    Attributes:
+        name: The unit's name; the root's is ``""``.
+        resting: Bytes between steps, by medium and kind.
+        gathered: Bytes of whole weights that are released after use.
+        coded: Bytes of the encoded weights while they are gathered.
+        partial: Bytes of whole gradients before their reduction.
+        in_flight: Bytes of a reduction under way, without its result.
+        shard: Bytes of the rank's reduced gradients.
+        sends_shard: Whether these leave the device for its host.
+        ring: Bytes of pinned memory by which weights come up that are read from files.
+        lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
+            bf16 with stochastic rounding.
+        trainable: The ids of the trainable parameters.
+    """
+
+    name: str
+    resting: dict[Medium, Kinds] = field(
+        default_factory=lambda: {medium: dict.fromkeys(RESTING, 0) for medium in Medium}
+    )
+    gathered: int = 0
+    coded: int = 0
+    partial: int = 0
+    in_flight: int = 0
+    shard: int = 0
+    sends_shard: bool = False
+    ring: int = 0
+    lent: int = 0
+    trainable: set[int] = field(default_factory=set)
+
+    def add(self, layout: Layout, plan: Plan, kinds: Kinds, *, trainable: bool) -> None:
+        """Count a group of flat parameters with its ``kinds`` of resting bytes."""
+        for kind, count in kinds.items():
+            self.resting[plan.media[kind]][kind] += count
+        codes = layout.world_size * Codec(layout.shard_numel).nbytes
+        if plan.reshards:
+            self.gathered += layout.numel * plan.weight.dtype.itemsize
+            self.coded += codes if plan.gather_bits else 0
+        if trainable:
+            partial = layout.numel * plan.grad.dtype.itemsize
+            self.partial += partial
+            self.in_flight += partial if plan.reduce_bits is None else 2 * codes
+            self.shard += kinds["gradients"]
+            self.sends_shard |= plan.media["gradients"] is not Medium.DEVICE
+
+
+def flat_bytes(
+    plan: Plan,
+    layout: Layout,
+    parameters: Sequence[Parameter],
+    rank: int,
+    state_of: StateOf,
+    *,
+    trainable: bool,
+) -> Kinds:
+    """Return the bytes of a rank's part of flat parameters between steps, by kind."""
+    kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
+    sizes = [stop - start for start, stop, _ in layout.pieces(rank)]
+    if not any(size or not p.numel() for size, p in zip(sizes, parameters, strict=True)):
+        kinds["gradients"] = 0  # a rank whose shard is padding keeps none
+    return {**kinds, "states": sum(map(state_of, parameters, sizes))}
+
+
+def terms_of_specs(
+    specs: Iterable[UnitSpec],
+    state_of: StateOf,
+    *,
+    num_shards: int,
+    num_copies: int,
+    rank: int,
+    offload: Offload | None = None,
+    on_host: bool = False,
+) -> list[UnitTerms]:
+    """Return the terms that units, not allocated yet, will have on a rank of a copy.
+
+    If the device to offload from is the host (``on_host``), files are mapped and nothing is staged.
+    """
+    found = []
+    for spec in specs:
+        terms = UnitTerms(spec.name)
+        for flat in spec.flat_parameters:
+            plan, trainable = flat.plan, flat.trainable
+            if offload is not None:
+                plan = offload.of(plan, trainable=trainable, on_host=on_host)
+            layout, parameters = flat.layout(num_shards, num_copies), [p for _, p in flat.named]
+            kinds = flat_bytes(plan, layout, parameters, rank, state_of, trainable=trainable)
+            terms.add(layout, plan, kinds, trainable=trainable)
+            if plan.master.medium is Medium.DISK and not on_host:
+                terms.ring = RING_BYTES
+            if trainable:
+                terms.trainable |= set(map(id, parameters))
+            if plan.stochastic_rounding and trainable:
+                for own, (start, stop, _) in zip(parameters, layout.pieces(rank), strict=True):
+                    # Twice the elements have twice the states, but not twice the step count.
+                    numel = stop - start
+                    states = state_of(own, 2 * numel) - state_of(own, numel)
+                    terms.lent += 2 * (states + 2 * numel * plan.master.dtype.itemsize)
+        found.append(terms)
+    return found
+
 
 _LABELS = {"rest": "at rest", "step": "in the optimizer's step"}
 
@@ -29,19 +162,15 @@ class Snapshot:
         phase: ``"forward"``, ``"backward"``, ``"rest"``, or ``"step"`` if the optimizer's step
             takes memory: for staging, whole parameters, or fp32 copies of rounded states.
         kinds: Bytes on the device by kind, at the instant of the largest total.
-        host: Bytes in host memory apart from the device's, by kind.
-        disk: Bytes in files, by kind.
         at_other_times: The most bytes of each kind on the device, at any instant of the part.
-        away: The most bytes of activations in host memory.
+        staging: The most bytes in transit in host memory.
     """
 
     unit: str
     phase: str
     kinds: Kinds = field(default_factory=dict)
-    host: Kinds = field(default_factory=dict)
-    disk: Kinds = field(default_factory=dict)
     at_other_times: Kinds = field(default_factory=dict)
-    away: int = 0
+    staging: int = 0
 
     @property
     def total(self) -> int:
@@ -53,45 +182,162 @@ class Snapshot:
         """When it is, as a phrase: ``in backward of blocks.3``."""
         return _LABELS.get(self.phase) or f"in {self.phase} of {self.unit or 'the root'}"
 
-    def note(self, kinds: Kinds, away: int = 0) -> None:
-        """Account for one instant."""
-        self.away = max(self.away, away)
-        if not self.kinds or sum(kinds.values()) > self.total:
-            self.kinds = kinds
-        most = self.at_other_times
-        self.at_other_times = {kind: max(n, most.get(kind, 0)) for kind, n in kinds.items()}
-
-
-class _Parts:
-    """The parts of a step; ``held`` returns the bytes held now, by kind, but activations."""
-
-    def __init__(self, held: Callable[[], Kinds]) -> None:
-        self._held = held
-        self.found = [Snapshot("", "forward")]
-
-    def note(self, activations: int, away: int = 0) -> None:
-        """Account for what is held now, with these bytes of activations."""
-        self.found[-1].note({**self._held(), "activations": activations}, away)
-
-    def begin(self, event: Event, *, is_backward: bool) -> None:
-        """Begin a part if the event begins one: of a unit, or of the code around units."""
-        if event.kind in (Kind.BACKWARD_END, Kind.GRAD):
-            return
-        runs = event.kind in (Kind.FORWARD, Kind.BACKWARD)
-        unit, phase = event.unit if runs else "", "backward" if is_backward else "forward"
-        if (unit, phase) != (self.found[-1].unit, self.found[-1].phase):
-            self.found.append(Snapshot(unit, phase))
-
 
 class Walk:
-    """A step of a rank under the engine, its last microbatch.
+    """A step of a rank, its last microbatch.
 
     Args:
         events: The events of a microbatch.
-        units: The terms of all units, the root last.
-        parameters: For each parameter, by its number in the module, its id and its bytes.
         still: Bytes on the device that rest, by kind.
-        settings: The settings.
+        gradients: The gradients.
+        weights: Weights that are gathered; ``None`` under DDP.
+    """
+
+    def __init__(
+        self,
+        events: Sequence[Event],
+        still: Kinds,
+        gradients: Buckets,
+        weights: Gathered | None = None,
+    ) -> None:
+        self._events, self._still = events, still
+        self._gradients, self._weights = gradients, weights
+        self._parts = [Snapshot("", "forward")]
+
+    def parts(self) -> list[Snapshot]:
+        """Return what the rank holds in the parts of the microbatch."""
+        phase = "forward"
+        for event in self._events:
+            self._note(event.before, event.away)
+            if event.kind is Kind.LOSS:
+                phase = "backward"
+            if event.kind not in (Kind.BACKWARD_END, Kind.GRAD):
+                unit = event.unit if event.kind in (Kind.FORWARD, Kind.BACKWARD) else ""
+                if (unit, phase) != (self._parts[-1].unit, self._parts[-1].phase):
+                    self._parts.append(Snapshot(unit, phase))
+            self._note(event.now + self._gradients.begin(event), event.away)
+            for _ in self._gradients.follow(event):
+                self._note(event.now, event.away)
+            if self._weights is not None:
+                self._weights.follow(event)
+            self._note(event.now, event.away)
+        return self._parts
+
+    def _note(self, activations: int, away: int) -> None:
+        """Account for what is held now, with these bytes of activations."""
+        kinds = {**self._still, **self._gradients.held(), "activations": activations}
+        kinds["gathered"] = 0 if self._weights is None else self._weights.held
+        part = self._parts[-1]
+        part.staging = max(part.staging, away)
+        if not part.kinds or sum(kinds.values()) > part.total:
+            part.kinds = kinds
+        most = part.at_other_times
+        part.at_other_times = {kind: max(n, most.get(kind, 0)) for kind, n in kinds.items()}
+
+
+class Gathered:
+    """Whole weights of units that are released after use."""
+
+    def __init__(self, events: Sequence[Event], reductions: Reductions, settings: Settings) -> None:
+        self._units, self._missing = reductions.units, reductions.missing
+        self._unit_of, self._settings = reductions.unit_of, settings
+        self._needs = [e.unit for e in events if e.kind in (Kind.FORWARD, Kind.BACKWARD)]
+        self._place, self._last_backward, self._is_backward = -1, "", False
+        self._whole, self._on_way = {""}, set[str]()
+        # Calls whose backward is still to begin or to end, by unit.
+        self._awaited = Counter(
+            e.unit for e in events if e.kind in (Kind.BACKWARD, Kind.BACKWARD_END)
+        )
+        self._prefetch()
+
+    @property
+    def held(self) -> int:
+        """Bytes held now."""
+        units = self._units
+        whole = sum(units[name].gathered for name in self._whole)
+        return whole + sum(units[name].coded for name in self._on_way)
+
+    def follow(self, event: Event) -> None:
+        """Gather and release what an event does."""
+        unit = event.unit
+        if event.kind is Kind.LOSS:
+            self._is_backward = True
+        elif event.kind is Kind.FORWARD:
+            self._need(unit)
+        elif event.kind is Kind.FORWARD_END and not self._is_backward:
+            stays = self._awaited[unit] and not self._settings.reshard_after_forward
+            if not stays and self._ahead(1)[:1] != [unit]:
+                self._whole.discard(unit)
+        elif event.kind is Kind.BACKWARD:
+            self._awaited[unit] -= 1
+            self._need(unit)
+        elif event.kind is Kind.BACKWARD_END:
+            self._awaited[unit] -= 1
+            self._whole.discard(unit)
+            self._prefetch()
+        elif event.kind is Kind.GRAD:
+            unit = self._unit_of[event.parameter]
+            if unit and not self._missing[unit] and self._awaited[unit] <= 0:
+                self._whole.discard(unit)
+        elif event.kind is Kind.END:
+            self._whole.clear()
+
+    def _ahead(self, count: int) -> list[str]:
+        return self._needs[self._place + 1 : self._place + 1 + count]
+
+    def _prefetch(self) -> None:
+        new = set(self._ahead(self._settings.prefetch)) - self._whole
+        self._whole |= new
+        self._on_way |= new
+
+    def _need(self, unit: str) -> None:
+        self._place += 1
+        before, self._last_backward = self._last_backward, unit if self._is_backward else ""
+        if before in ("", unit) or before not in self._whole:
+            self._prefetch()
+        self._whole.add(unit)
+        self._on_way.discard(unit)
+
+
+class Buckets:
+    """Gradients under DDP, which sends them in buckets of the same size.
+
+    Args:
+        sizes: The bytes of each parameter's gradient, by its number in the module.
+        total: Bytes of all gradients between steps.
+        adds: Whether gradients are added to those of earlier microbatches.
+    """
+
+    def __init__(self, sizes: Sequence[int], total: int, *, adds: bool) -> None:
+        self.sizes, self.adds = sizes, adds
+        self.gradients = self._buckets = total
+
+    def held(self) -> Kinds:
+        """Return the bytes held now, by kind."""
+        return {"gradients": self.gradients, "unreduced": self._buckets}
+
+    def begin(self, event: Event) -> int:
+        """Begin what an event does; return the bytes of a gradient that nobody else counts."""
+        if event.kind is Kind.LOSS and not self.adds:
+            self.gradients = 0  # the Trainer drops those of the step before
+        return 0
+
+    def follow(self, event: Event) -> Iterable[None]:
+        """Do what an event does, and pause where the most may be held."""
+        if event.kind is Kind.GRAD and not self.adds:
+            self.gradients += self.sizes[event.parameter]
+        return ()
+
+
+class Reductions(Buckets):
+    """Gradients under the engine.
+
+    Args:
+        events: The events of the step.
+        sizes: The bytes of each parameter's gradient, by its number in the module.
+        total: Bytes of all gradients between steps.
+        units: The terms of all units, the root last.
+        ids: The parameters' ids, by number.
         is_local: Whether gradients are reduced in the last microbatch only.
         num_microbatches: Microbatches per step.
         num_shards: Ranks that share one copy.
@@ -102,190 +348,80 @@ class Walk:
     def __init__(
         self,
         events: Sequence[Event],
+        sizes: Sequence[int],
+        total: int,
         units: Sequence[UnitTerms],
-        parameters: Sequence[tuple[int, int]],
-        still: Kinds,
-        settings: Settings,
+        ids: Sequence[int],
         *,
         is_local: bool,
         num_microbatches: int,
         num_shards: int,
         receives: bool,
     ) -> None:
-        self._events, self._parameters, self._still = events, parameters, still
-        self._units = {unit.name: unit for unit in units}
-        self._unit_of = {number: unit for unit in units for number in unit.trainable}
-        self._settings, self._num_shards, self._receives = settings, num_shards, receives
-        self._adds = num_microbatches > 1 and not is_local
-        self._needs = list(_needs(events))
-        self._place, self._last_backward = -1, ""
-        self._whole: set[str] = set()
-        self._on_way: set[str] = set()
-        # Calls whose backward is still to begin or to end, by unit.
-        self._awaited = Counter(e.unit for e in events if e.kind in _OF_BACKWARD)
-        self._missing = Counter(
-            self._unit_of[parameters[e.parameter][0]].name for e in events if e.kind is Kind.GRAD
-        )
-        order = dict.fromkeys(unit for unit, is_backward in self._needs if not is_backward)
-        rest = [unit.name for unit in units if unit.name not in order]
-        self._turns = [name for name in (*reversed(order), *rest) if self._units[name].trainable]
-        self._under_way: UnitTerms | None = None
         is_kept = is_local and num_microbatches > 1
+        super().__init__(sizes, 0 if is_kept else total, adds=num_microbatches > 1 and not is_local)
+        self.units = {unit.name: unit for unit in units}
+        by_id = {key: unit.name for unit in units for key in unit.trainable}
+        self.unit_of = [by_id.get(key, "") for key in ids]
+        self.missing = Counter(self.unit_of[e.parameter] for e in events if e.kind is Kind.GRAD)
+        self._num_shards, self._receives = num_shards, receives
+        self._counts = any(event.before for event in events)  # otherwise there was no batch
+        kinds = [event.kind for event in events]
+        forward = events[: kinds.index(Kind.LOSS)]
+        order = dict.fromkeys(e.unit for e in forward if e.kind is Kind.FORWARD)
+        rest = [name for name in self.units if name not in order]
+        self._turns = [name for name in (*reversed(order), *rest) if self.units[name].trainable]
+        self._under_way: UnitTerms | None = None
         self._partial = {unit.name: unit.partial for unit in units} if is_kept else {}
         self._received: dict[int, int] = {}
-        self._gradients = 0 if is_kept else still["gradients"]
         # Shards of the last two units, on their way to the host.
         self._leaving: deque[int] = deque(maxlen=2)
-        self._note: Callable[[], None] = lambda: None
 
-    def parts(self) -> list[Snapshot]:
-        """Return what the rank holds in the parts of the microbatch."""
-        parts, is_backward = _Parts(self._held), False
-        counts = any(event.before for event in self._events)  # otherwise there was no batch
-        self._make_whole("")
-        self._prefetch()
-        for event in self._events:
-            grad = 0
-            parts.note(event.before, event.away)
-            is_backward |= event.kind is Kind.LOSS
-            parts.begin(event, is_backward=is_backward)
-            if event.kind is Kind.GRAD:
-                number, nbytes = self._parameters[event.parameter]
-                unit = self._unit_of[number]
-                self._partial.setdefault(unit.name, unit.partial)
-                grad = nbytes if counts else 0
-            parts.note(event.now + grad, event.away)
-            self._note = functools.partial(parts.note, event.now, event.away)
-            self._follow(event, is_backward=is_backward)
-            self._note()
-        return parts.found
-
-    def _held(self) -> Kinds:
-        units = self._units
-        received = sum(self._received.values())
+    def held(self) -> Kinds:
+        """Return the bytes held now, by kind."""
         unit, in_flight = self._under_way, 0
         if unit is not None:
             # The result counts as a gradient once it has arrived; one rank's are their own sum.
             is_own = self._num_shards == 1 and unit.shard == unit.partial
             in_flight = unit.partial if is_own else unit.in_flight + unit.shard
+        waiting = sum(self._partial.values()) + sum(self._received.values())
         return {
-            **self._still,
-            "gathered": sum(units[name].gathered for name in self._whole)
-            + sum(units[name].coded for name in self._on_way),
-            "gradients": self._gradients + sum(self._leaving),
-            "unreduced": sum(self._partial.values()) + in_flight + received,
+            "gradients": self.gradients + sum(self._leaving),
+            "unreduced": waiting + in_flight,
         }
 
-    def _follow(self, event: Event, *, is_backward: bool) -> None:
-        if event.kind is Kind.FORWARD:
-            self._need(event.unit, is_backward=is_backward)
-        elif event.kind is Kind.FORWARD_END and not is_backward:
-            stays = self._awaited[event.unit] and not self._settings.reshard_after_forward
-            if not stays and self._ahead(1)[:1] != [event.unit]:
-                self._whole.discard(event.unit)
-        elif event.kind is Kind.LOSS and not self._adds:
-            # The Trainer drops the gradients of the step before.
-            self._gradients = 0
-        elif event.kind is Kind.BACKWARD:
-            self._awaited[event.unit] -= 1
-            self._need(event.unit, is_backward=True)
-        elif event.kind is Kind.BACKWARD_END:
-            self._awaited[event.unit] -= 1
-            self._whole.discard(event.unit)
-            self._prefetch()
-        elif event.kind is Kind.GRAD:
-            self._take(self._unit_of[self._parameters[event.parameter][0]])
-        elif event.kind is Kind.END:
-            while self._turns:
-                self._reduce(self._turns.pop(0))
+    def begin(self, event: Event) -> int:
+        """Begin what an event does; return the bytes of a gradient that nobody else counts."""
+        super().begin(event)
+        if event.kind is not Kind.GRAD:
+            return 0
+        unit = self.units[self.unit_of[event.parameter]]
+        self._partial.setdefault(unit.name, unit.partial)
+        return self.sizes[event.parameter] if self._counts else 0
+
+    def follow(self, event: Event) -> Iterable[None]:
+        """Do what an event does, and pause where the most may be held."""
+        if event.kind is Kind.GRAD:
+            self.missing[self.unit_of[event.parameter]] -= 1
+        elif event.kind is not Kind.END:
+            return
+        while self._turns and (event.kind is Kind.END or not self.missing[self._turns[0]]):
             self._finish()
-            self._whole.clear()
+            unit = self.units[self._turns.pop(0)]
+            self._partial.pop(unit.name, None)
+            if self._receives:
+                size = unit.in_flight // self._num_shards
+                self._received[size] = (self._num_shards - 1) * size
+            self._under_way = unit
+            yield
+        if event.kind is Kind.END:
+            self._finish()
             self._leaving.clear()
             self._received.clear()
-
-    # -- weights ---------------------------------------------------------------------------------
-
-    def _ahead(self, count: int) -> list[str]:
-        return [unit for unit, _ in self._needs[self._place + 1 : self._place + 1 + count]]
-
-    def _make_whole(self, unit: str) -> None:
-        self._whole.add(unit)
-        self._on_way.discard(unit)
-
-    def _prefetch(self) -> None:
-        for unit in self._ahead(self._settings.prefetch):
-            if unit not in self._whole:
-                self._whole.add(unit)
-                self._on_way.add(unit)
-
-    def _need(self, unit: str, *, is_backward: bool) -> None:
-        self._place += 1
-        before, self._last_backward = self._last_backward, unit if is_backward else ""
-        if before in ("", unit) or before not in self._whole:
-            self._prefetch()
-        self._make_whole(unit)
-
-    # -- gradients -------------------------------------------------------------------------------
-
-    def _take(self, unit: UnitTerms) -> None:
-        self._missing[unit.name] -= 1
-        while self._turns and self._is_complete(self._turns[0]):
-            self._reduce(self._turns.pop(0))
-        if unit.name and not self._missing[unit.name] and self._awaited[unit.name] <= 0:
-            self._whole.discard(unit.name)
-
-    def _is_complete(self, name: str) -> bool:
-        return not self._missing[name]
-
-    def _reduce(self, name: str) -> None:
-        """Finish the reduction under way, and start that of a unit."""
-        self._finish()
-        unit = self._units[name]
-        self._partial.pop(name, None)
-        if self._receives:
-            size = unit.in_flight // self._num_shards
-            self._received[size] = (self._num_shards - 1) * size
-        self._under_way = unit
-        self._note()
 
     def _finish(self) -> None:
         unit, self._under_way = self._under_way, None
         if unit is not None and unit.sends_shard:
             self._leaving.append(unit.shard)
-        elif unit is not None and not self._adds:  # else it is added to earlier microbatches'
-            self._gradients += unit.shard
-
-
-_OF_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_END)
-
-
-def _needs(events: Sequence[Event]) -> Iterator[tuple[str, bool]]:
-    """Yield the units whose weights must be whole, in order, and whether for their backward."""
-    is_backward = False
-    for event in events:
-        is_backward |= event.kind is Kind.LOSS
-        if event.kind in (Kind.FORWARD, Kind.BACKWARD):
-            yield event.unit, is_backward
-
-
-def replicated_parts(
-    events: Sequence[Event],
-    sizes: Mapping[int, int] | Sequence[int],
-    resting: Kinds,
-    *,
-    adds_gradients: bool,
-) -> list[Snapshot]:
-    """Return what a rank holds under DDP; ``sizes`` are the bytes of each parameter, by number."""
-    # In addition to gradients, DDP keeps buckets of the same size, which it sends.
-    held = {**resting, "unreduced": resting["gradients"]}
-    parts, is_backward = _Parts(lambda: dict(held)), False
-    for event in events:
-        parts.note(event.before, event.away)
-        is_backward |= event.kind is Kind.LOSS
-        parts.begin(event, is_backward=is_backward)
-        if event.kind is Kind.LOSS and not adds_gradients:
-            held["gradients"] = 0  # the Trainer drops those of the step before
-        elif event.kind is Kind.GRAD and not adds_gradients:
-            held["gradients"] += sizes[event.parameter]
-        parts.note(event.now, event.away)
-    return [*parts.found, Snapshot("", "rest", {**resting, "unreduced": resting["gradients"]})]
+        elif unit is not None and not self.adds:  # else it is added to earlier microbatches'
+            self.gradients += unit.shard

@@ -28,7 +28,7 @@ from lightning_zero.optimizer.hooks import OptimizerHooks
 from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import FindPiece, owned, parameter_of
 from lightning_zero.optimizer.rounding import RoundedStep
-from lightning_zero.optimizer.staging import FileStep, PiecePart, batches_of, staging_bytes
+from lightning_zero.optimizer.staging import FileStep, batches_of
 from lightning_zero.optimizer.steppers import (
     are_torn,
     end,

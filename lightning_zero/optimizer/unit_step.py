@@ -243,4 +243,4 @@ class UnitStep(Stepper):
         name = type(self.optimizer).__name__
         unset = " It is stepped with fused=True, as neither fused nor foreach is set."
         fused = unset if self._groups_to_fuse() else ""
-        return f"{name} steps by element; its states rest in {self.place}.{fused}"
+        return f"{name}: element-wise, sharded; its states rest in {self.place}.{fused}"

@@ -27,6 +27,7 @@ from lightning_zero.plan.settings import (
     as_dtype,
     refuses_others,
     strategy_arguments,
+    suggestion,
 )
 from lightning_zero.plan.units import (
     MIN_NUMEL,

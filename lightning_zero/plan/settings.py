@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -49,19 +51,33 @@ CURES = {
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def refuse(names: Iterable[str]) -> None:
-    """Raise a ``TypeError`` that says what to do if one of the arguments is none of ours."""
+def suggestion(given: str, names: Iterable[str], cutoff: float = 0.75) -> str:
+    """Return a question that suggests the name close to ``given``, or the value of that key."""
+    for close in difflib.get_close_matches(given, list(names), 1, cutoff=cutoff):
+        return f" Did you mean {(names[close] if isinstance(names, Mapping) else close)!r}?"
+    return ""
+
+
+def refuse(names: Iterable[str], known: Iterable[str] | None = None) -> None:
+    """Raise a ``TypeError`` that says what to do if one of the arguments is none of ours.
+
+    With ``known`` names, any other is refused.
+    """
     for name in names:
         if name in CURES:
             raise TypeError(f"ZeROStrategy has no argument {name!r}: {CURES[name]}.")
+        if known is not None and name not in known:
+            near = suggestion(name, known)
+            raise TypeError(f"ZeROStrategy has no argument {name!r}.{near}")
 
 
 def refuses_others(init: Init) -> Init:
     """Return a constructor with the same signature that refuses arguments of other strategies."""
+    known = [*inspect.signature(init).parameters]
 
     @functools.wraps(init)
     def checked(*args: Any, **kwargs: Any) -> None:
-        refuse(kwargs)
+        refuse(kwargs, known)
         init(*args, **kwargs)
 
     return cast(Init, checked)
@@ -188,9 +204,7 @@ class Settings:
         **others: Any,
     ) -> Settings:
         """Return the settings that arguments of ``ZeROStrategy`` ask for."""
-        refuse(others)
-        if unknown := sorted(others.keys() - ARGUMENTS):
-            raise TypeError(f"ZeROStrategy has no argument {unknown[0]!r}.")
+        refuse(others, ARGUMENTS)
         media = {"offload_optimizer": offload_optimizer, "offload_weights": offload_weights}
         for name, medium in media.items():
             if medium not in (None, "cpu", "nvme"):

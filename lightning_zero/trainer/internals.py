@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
+SubprocessLauncher = _SubprocessScriptLauncher
+"""Starts the other ranks; nothing public runs before it does."""
 optimizer_to_device = _optimizer_to_device
 """Moves optimizer states as ``Strategy.teardown`` does, which is overridden."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -30,6 +33,7 @@ from lightning_zero.comm import (
 )
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import Sharding
+from lightning_zero.memory import explained_memory
 from lightning_zero.optimizer import follow
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.run import Run
@@ -38,6 +42,19 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _T = TypeVar("_T")
+
+
+class Launcher(internals.SubprocessLauncher):
+    """Starts the other ranks, unless the checkpoint to load is missing: each would then fail."""
+
+    @override
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+        is_file = path is not None and not re.search("^(best|last|hpc|.*:.*)$", str(path))
+        starts_ranks = not self.cluster_environment.creates_processes_externally
+        if is_file and starts_ranks and not Path(str(path)).exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class NoSync:
@@ -123,7 +140,8 @@ class SteppingStrategy(Sharding, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self.engine is not None
-        with self.engine.step(awaits_backward=self._module.automatic_optimization) as watch:
+        step = self.engine.step(awaits_backward=self._module.automatic_optimization)
+        with step as watch, explained_memory(self.engine):
             with self.precision_plugin.train_step_context():
                 output = self._module.training_step(*args, **kwargs)
             watch(output)
@@ -167,6 +185,13 @@ class SteppingStrategy(Sharding, DDPStrategy):
     def _current(self) -> Run:
         assert self._run is not None, "the environment is set up before anything else"
         return self._run
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, internals.SubprocessLauncher):
+            assert self.cluster_environment is not None
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_distributed(self) -> None:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import forget_values
 from lightning_zero.fabric import Checkpoints, count_once, init_device, to_device_but_parameters
-from lightning_zero.memory import summary
+from lightning_zero.memory import explain, summary
 from lightning_zero.optimizer import stepper_of
 from lightning_zero.parameters import make_distributed
 from lightning_zero.plan import (
@@ -303,6 +303,7 @@ class ZeROStrategy(SavingStrategy):
             self._run.has_failed = True
             self._run.comm.control.watchdog.end(exception)
         if self._open_engine is not None:
+            explain(exception, self._open_engine)
             self._open_engine.reset()
 
     @override

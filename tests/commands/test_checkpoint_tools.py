@@ -239,7 +239,15 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     convert(path, target)
     assert "%" not in capsys.readouterr().err
     assert main(["convert", str(path), str(target), "--dtype", "float16"]) == 0
-    assert "100%" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "100%" in said.err
+    assert said.out == f"Wrote 480 B of weights to {target}.\n"
+    for dtype in ("bf16", "fp32"):
+        assert main(["convert", str(path), f"{tmp_path}/v1.{dtype}/", "--dtype", dtype]) == 0
+    capsys.readouterr()
+    assert main(["convert", str(path), str(tmp_path / "out.safetensor")]) == 1
+    assert "for example weights.safetensors, got" in capsys.readouterr().err
+    assert not (tmp_path / "out.safetensor").exists()
     assert main(["inspect", str(path), "--verify"]) == 0
     told = capsys.readouterr().out
     assert "epoch 3, step 7" in told
@@ -265,8 +273,8 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "Bad CRC-32" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "none.ckpt")]) == 1
     assert "Checkpoint file not found" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["convert", str(path), str(target), "--dtype", "int8"])
+    assert main(["convert", str(path), str(target), "--dtype", "int8"]) == 1
+    assert "Expected a floating-point dtype, for example bf16, got" in capsys.readouterr().err
 
 
 def test_module_is_a_command(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_the_examples_of_help_are_words_of_the_command(
     assert example in said(capsys, "--help")[1]
     code, text = said(capsys, *example.split())
     assert code == 0
-    assert "On 8 ranks, zero1 fits" in text
+    assert text.startswith("zero1 on 8 ranks: at least 55.0 GB of 80.0 GB per rank, before")
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,7 @@ def test_the_step_calls_its_second_argument_as_it_likes(
     words = ("--batch", "float32[3,4]", "--optimizer", "sgd", "--ranks", "2", "--stages", "3")
     code, text = said(capsys, "estimate", f"{path}:Any", *words)
     assert code == 0
-    assert text.startswith("Any, 20 parameters, 32-true, SGD, batch float32[3,4]\n")
+    assert "\nAny, 20 parameters, 32-true, SGD, batch float32[3,4]\n" in text
     assert "\nactivations " in text
 
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lightning_zero import estimate
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import ActivationOffload, Engine
-from lightning_zero.memory import Walk
 from lightning_zero.memory import model as subject
 from lightning_zero.optimizer import clip
 from lightning_zero.plan import RECIPES, Offload, Settings
@@ -29,6 +28,7 @@ from tests.oracle.device import Device, beside_the_host
 from tests.oracle.ranks import Pools
 
 CPU = torch.device("cpu")
+REDUCTIONS = subject.Reductions
 WIDTH, ROWS, NUM_BLOCKS = 128, 256, 4
 
 
@@ -178,13 +178,13 @@ def seen_on(name: str, folder: str) -> Seen:
 
 def over_links(*given: Any, **how: Any) -> Any:
     """As on a device, whose collectives need no buffers of ours."""
-    return Walk(*given, **{**how, "receives": False})
+    return REDUCTIONS(*given, **{**how, "receives": False})
 
 
 def predicted(way: Way, rank: int = 0) -> int:
     with (
         beside_the_host(followed=False),
-        mock.patch.object(subject, "Walk", side_effect=over_links),
+        mock.patch.object(subject, "Reductions", side_effect=over_links),
     ):
         found = estimate(
             stack,

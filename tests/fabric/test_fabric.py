@@ -99,13 +99,13 @@ def _told(is_together: bool) -> list[str]:
 def test_a_run_is_summed_up_once(ranks: Pools) -> None:
     ((told,), second) = ranks(2).run(_told, True)
     assert second == []
-    assert told.startswith("ZeRO stage 3 over 2 ranks\n  units       6, the largest ")
-    assert "\n  optimizer   AdamW steps by element, each rank its own part\n" in told
+    assert told.startswith("ZeRO stage 3 over 2 ranks\n  units       6 units, ")
+    assert "\n  optimizer   AdamW: element-wise, sharded\n" in told
     (first, second) = ranks(2).run(_told, False)
     assert second == []
     assert [text.splitlines()[0] for text in first] == [
         "ZeRO stage 3 over 2 ranks",
-        "AdamW steps by element, each rank its own part",
+        "AdamW: element-wise, sharded",
     ]
 
 

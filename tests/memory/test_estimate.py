@@ -24,7 +24,7 @@ from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import ActivationCheckpointing, Engine
 from lightning_zero.engine.unit import Unit
-from lightning_zero.memory import LiveBytes, ModelPlan, estimate, estimate_of
+from lightning_zero.memory import LiveBytes, ModelPlan, estimate
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.launch import run_python
 from tests.oracle.live_bytes import Resized, Watched
@@ -238,7 +238,7 @@ def test_prediction_is_what_the_engine_holds(ranks: Any, name: str, world: int) 
         precision, stage, accumulate, num_microbatches = where
         rank = number % world  # each in its turn
         model = subject(name, precision, accumulate)
-        predicted = estimate_of(model, stage, world, rank=rank, num_microbatches=num_microbatches)
+        predicted = model.estimate(stage, world, rank=rank, num_microbatches=num_microbatches)
         actual = measured[rank][number]
         wrong += [
             f"{where} rank {rank}: {kind} predicted {count}, measured {is_held}"
@@ -496,7 +496,7 @@ def test_gradients_of_ddp_live_as_long_as_they_are_shown() -> None:
         case.build(), Settings(units=is_block), optimizer=adamw, batch=case.batch(4, 0),
         step=case.loss, device=torch.device("cpu"),
     )  # fmt: skip
-    once, added = (estimate_of(model, 0, 2, num_microbatches=number) for number in (1, 4))
+    once, added = (model.estimate(0, 2, num_microbatches=number) for number in (1, 4))
     whole = once.resting["gradients"]
     assert {m.kinds["gradients"] for m in once.snapshots if m.phase == "forward"} == {whole}
     first = next(m for m in once.snapshots if m.phase == "backward")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,10 @@ from lightning_zero.memory import (
     ModelPlan,
     Offload,
     compare,
-    estimate_of,
     named_offloads,
 )
-from lightning_zero.optimizer import staging
 from lightning_zero.plan import RECIPES, Settings
-from lightning_zero.tensors import RING_BYTES, StagingMemory
+from lightning_zero.tensors import RING_BYTES
 from tests.oracle.device import beside_the_host
 from tests.oracle.ranks import Pools
 
@@ -126,7 +122,7 @@ def test_what_is_on_its_way() -> None:
     mixed = of_chain(precision="bf16-mixed", offload="cpu")
     by_phase: dict[str, int] = {}
     for moment in mixed.snapshots:
-        staging = moment.host["staging"]
+        staging = moment.staging
         by_phase[moment.phase] = max(by_phase.get(moment.phase, 0), staging)
     # Nothing: weights are cast where they rest.
     assert by_phase == {"forward": 0, "backward": 0, "rest": 0}
@@ -138,13 +134,12 @@ def test_what_is_on_its_way() -> None:
     assert mixed.resting["gradients"] == 0
     assert mixed.host["gradients"] == 4 * 5 * shard
 
-    # On the host states are stepped where they are; from files in staging memory for four units,
-    # with both of Adam's in a page of its own.
+    # On the host states are stepped where they are; from files in staging memory.
     assert of_chain(stage=2, offload="cpu").host["staging"] == 0
     in_files = of_chain(offload="nvme", device="cuda")
-    assert {m.phase: m.host["staging"] - RING_BYTES for m in in_files.snapshots} == {
+    assert {m.phase: m.staging - RING_BYTES for m in in_files.snapshots} == {
         **by_phase,
-        "step": 4 * 2 * 4096,
+        "step": in_files.disk["states"],
     }
 
     # From the second microbatch on those of the host come up, one unit's at a time.
@@ -187,9 +182,9 @@ def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:
         estimate(P, Settings(**change), device="cuda")
     subject = ModelPlan(P, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"got stage=0 \(DDP\) and Offload\(optimizer='cpu'"):
-        estimate_of(subject, 0, 1, offload="cpu")
+        subject.estimate(0, 1, offload="cpu")
     with pytest.raises(ValueError, match="Expected offload of optimizer to 'cpu' or 'nvme', got"):
-        estimate_of(subject, 3, 1, offload="ram")
+        subject.estimate(3, 1, offload="ram")
 
 
 @pytest.mark.parametrize(
@@ -228,14 +223,14 @@ def test_what_does_not_step_unit_by_unit_is_refused() -> None:
     )
     for medium in ("cpu", "nvme"):
         with pytest.raises(ValueError, match=r"Adafactor .*numbers when it steps unit by unit"):
-            estimate_of(subject, 3, 2, offload=medium)
+            subject.estimate(3, 2, offload=medium)
 
 
 MIXED = RECIPES["bf16-mixed"]
 
 
 def beside_a_run(folder: str, stage: int, medium: str) -> list[tuple[Any, Any]]:
-    """Bytes at rest and on their way in files, of a run beside a host and as predicted."""
+    """Bytes at rest of a run beside a host, and as predicted."""
     offload = Offload.of_stage(stage, medium)
     with beside_the_host(followed=False):
         model = large()
@@ -253,7 +248,6 @@ def beside_a_run(folder: str, stage: int, medium: str) -> list[tuple[Any, Any]]:
             loss.backward()
             own.step()
         held = engine.sharded.memory()
-        staged = engine.comm.transport.ledger.most_staged + engine.comm.host_copies.ring_bytes
         engine.close(restore=False)
         found = estimate(
             large,
@@ -266,12 +260,11 @@ def beside_a_run(folder: str, stage: int, medium: str) -> list[tuple[Any, Any]]:
         )
     rests = {
         **found.resting,
-        **{f"host {kind}": count for kind, count in found.snapshots[-1].host.items()},
+        **{f"host {kind}": count for kind, count in found.host.items()},
         **{f"disk {kind}": count for kind, count in found.disk.items()},
     }
     del rests["host staging"]
-    pairs = [(held.get(row, 0), count) for row, count in rests.items()]
-    return [*pairs, (staged, found.host["staging"])]
+    return [(held.get(row, 0), count) for row, count in rests.items()]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -288,77 +281,3 @@ def large() -> nn.Module:
     )
     model[2].requires_grad_(False)
     return model
-
-
-class Held:
-    """The staging memory of this process, now and at most."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.most = 0, 0
-        make = StagingMemory.__init__
-
-        def taken(memory: StagingMemory, nbytes: int) -> None:
-            make(memory, nbytes)
-            self._add(memory.tensor.nbytes)
-            weakref.finalize(memory, self._add, -memory.tensor.nbytes)
-
-        monkeypatch.setattr(StagingMemory, "__init__", taken)
-
-    def _add(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.most = max(self.most, self.now)
-
-
-def staged(folder: str, optimizer: str, batch_bytes: int) -> tuple[int, int, int, int]:
-    """Staging memory: at most, after the step, by the ledger, and as predicted."""
-    make = MAKERS[optimizer]
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(staging, "_BATCH_BYTES", batch_bytes)
-        held = Held(monkeypatch)
-        model = large()
-        files = {"offload": Offload.of_stage(3, "nvme"), "offload_path": folder}
-        engine = Engine(model, Settings(units=(nn.Linear,), **files))
-        own = make([p for p in model.parameters() if p.requires_grad])
-        engine.adopt(own)
-        for _ in range(2):
-            with engine.step() as watch:
-                rows = [torch.ones(1, m.in_features, dtype=m.weight.dtype) for m in model]
-                watch(
-                    loss := sum(m(row).sum().double() for m, row in zip(model, rows, strict=True))
-                )
-            loss.backward()
-            held.most = 0  # the first step makes states, and stages none
-            own.step()
-        found = estimate(
-            large,
-            Settings(units=(nn.Linear,), offload=Offload.of_stage(3, "nvme")),
-            world_size=default_world_size(),
-            rank=engine.comm.mesh.shard.rank,
-            optimizer=lambda all_: make([p for p in all_ if p.requires_grad]),
-        )
-        by_ledger = engine.comm.transport.ledger.most_staged
-        engine.close(restore=False)
-        assert max(s.host["staging"] for s in found.snapshots if s.phase == "step") > 0
-        return held.most, held.now, by_ledger, found.host["staging"]
-
-
-MAKERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
-    "adam": torch.optim.Adam,
-    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
-    "plain": lambda p: torch.optim.SGD(p, 0.1),
-    "amsgrad in one group": lambda p: torch.optim.Adam(
-        [{"params": p[:1]}, {"params": p[1:], "amsgrad": True}]
-    ),
-}
-
-
-@pytest.mark.parametrize(("world", "batch_bytes"), [(1, 1), (2, 10**5), (2, 2**25)])
-def test_staging_memory_is_what_a_step_takes(
-    ranks: Pools, tmp_path: Path, world: int, batch_bytes: int
-) -> None:
-    for optimizer in MAKERS:
-        for most, after, by_ledger, predicted in ranks(world).run(
-            staged, str(tmp_path), optimizer, batch_bytes
-        ):
-            assert after == 0
-            assert most == by_ledger == predicted > 0

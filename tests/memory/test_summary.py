@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_zero.engine import Engine
-from lightning_zero.memory import summary
+from lightning_zero.memory import explained_memory, summary
 from lightning_zero.memory.summary import free_of_host, of_device, resting
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Blocks
@@ -69,7 +70,7 @@ def test_the_bytes_between_steps_are_foretold(
         assert foretold == {k: n for k, n in held.items() if n and k not in passing}
         assert lines[0] == f"ZeRO stage {stage} over 2 ranks"
         assert len(lines) <= 8
-        assert all(len(line) <= 80 for line in lines if "optimizer" not in line)
+        assert all(len(line) <= 88 for line in lines if "optimizer" not in line)
         assert all(line[:2] == "  " and line[13] == " " != line[14] for line in lines[1:])
         optimizers = [line[14:] for line in lines if line.startswith("  optimizer")]
         assert len(optimizers) == 1 + (optimizer == "Muon")
@@ -100,8 +101,8 @@ def _unforeseen() -> list[tuple[str, bool]]:
 
 def test_an_optimizer_that_cannot_be_foretold_is_named_and_draws_nothing(ranks: Pools) -> None:
     for (lbfgs, *_), (dice, is_as_before) in ranks(2).run(_unforeseen):
-        assert " in a step without activations and states, of " in lbfgs
-        assert " in a step without activations, of " in dice
+        assert " + activations and states (" in lbfgs
+        assert " + activations (" in dice
         assert is_as_before
 
 
@@ -109,7 +110,7 @@ def test_what_torch_has_reserved_on_a_device_is_available(monkeypatch: pytest.Mo
     gigabytes = 10**9
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * gigabytes, 80 * gigabytes))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 * gigabytes)
-    assert of_device(torch.device("cuda", 0)) == ", of 70.0 GB"
+    assert of_device(torch.device("cuda", 0)) == " (70.0 GB available)"
     assert of_device(torch.device("meta")) == ""
 
 
@@ -128,3 +129,45 @@ def test_what_is_free_on_a_host_and_in_a_container(tmp_path: Path) -> None:
     assert free_of_host(tmp_path) == 10000
     (group / "memory.max").write_text("1000\n")
     assert free_of_host(tmp_path) == 0
+
+
+GB = 10**9
+OUT_OF_MEMORY = """
+lightning_zero: this rank holds 8.00 GB of weights, 4.00 GB of gradients, 8.00 GB of optimizer
+states, 3.00 GB of gathered units, {} GB of activations and temporary tensors. Try {} GB.
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "checkpointing", "activations", "tries"),
+    [
+        (3, False, 20, "activation_checkpointing=True, which would save up to 15.0"),
+        (3, True, 20, 'strategy="zero3_offload", which would save up to 20.0'),
+        (2, True, 20, 'strategy="zero3", which would save up to 4.00'),
+        (2, False, 1, 'strategy="zero3", which would save up to 4.00'),
+    ],
+)
+def test_running_out_of_memory_says_what_to_try(
+    monkeypatch: pytest.MonkeyPatch, stage: int, checkpointing: bool, activations: int, tries: str
+) -> None:
+    held = {"weights": 8, "gradients": 3, "unreduced": 1, "states": 8, "gathered": 3, "host x": 9}
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: (23 + activations) * GB)
+    engine: Any = mock.Mock()
+    engine.sharded.memory.return_value = {kind: count * GB for kind, count in held.items()}
+    engine.sharded.units = [None] * 4
+    engine.sharded.settings = Settings(
+        stage, device=torch.device("cuda"), activation_checkpointing=checkpointing
+    )
+    engine.comm.mesh.shard.size = 2
+    error = torch.OutOfMemoryError("no memory")
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError), explained_memory(engine):
+            raise error
+    (note,) = error.__notes__
+    assert (
+        note.split()
+        == OUT_OF_MEMORY.format(f"{activations}.0" + "0" * (activations < 10), tries).split()
+    )
+    with pytest.raises(RuntimeError) as caught, explained_memory(engine):
+        raise RuntimeError("another error")
+    assert not hasattr(caught.value, "__notes__")

@@ -1,0 +1,208 @@
+"""``lightning-zero convert`` and ``inspect``: checkpoints between formats, and what they hold."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lightning_zero.checkpoint import (
+    DamageError,
+    Directory,
+    DirectorySave,
+    FileSave,
+    Provenance,
+    ShardedValue,
+    are_safetensors,
+    damage,
+    is_directory,
+    load,
+    provenance,
+    read_file,
+    read_safetensors,
+    read_weights,
+    rest_of,
+    with_integer_ids,
+    write_safetensors,
+)
+from lightning_zero.comm import Control, default_world_size
+from lightning_zero.memory import format_bytes, parse_bytes
+from lightning_zero.tensors import named_tensors
+
+_NAME_COLUMNS = 50
+"""Longer names have a line of their own, so that lines fit 100 columns."""
+_PLAIN = (".ckpt", ".pt", ".pth", ".bin")
+_DIRECTORY, _FILE = ".dcp", ".safetensors"
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Convert as ``arguments`` ask for; return the exit code."""
+    written = convert(
+        arguments.source,
+        arguments.target,
+        weights_only=arguments.weights_only,
+        dtype=None if arguments.dtype is None else _dtype(arguments.dtype),
+        max_shard_bytes=parse_bytes(arguments.max_shard_size),
+        shows_progress=True,
+        trust=arguments.trust,
+    )
+    print(f"Wrote {written} of weights to {arguments.target}.")
+    return 0
+
+
+def convert(
+    source: Path,
+    target: Path | str,
+    *,
+    weights_only: bool = False,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    shows_progress: bool = False,
+    trust: bool = False,
+) -> str:
+    """Write the content of ``source`` to ``target``; return the bytes of its weights, in words.
+
+    The suffix of ``target`` determines the format; a folder may end in a slash instead.
+
+    Arguments are those of the command. Safetensors files hold only weights, and optimizer states
+    are never cast.
+    """
+    _check_alone()
+    is_folder = str(target).endswith("/") or Path(target).is_dir()
+    target = Path(target)
+    if target.suffix not in (*_PLAIN, _DIRECTORY, _FILE, "") and not is_folder:
+        raise ValueError(
+            f"Expected a name that ends in {', '.join((*_PLAIN, _DIRECTORY, _FILE))}, or in a slash"
+            f" for a folder, for example weights.safetensors, got {str(target)!r}."
+        )
+    control, is_plain = Control(alone=True), target.suffix in (*_PLAIN, _DIRECTORY)
+    # Everything is read and verified first: damaged data must not get new, valid checksums.
+    checkpoint: Any = None
+    if is_plain and not weights_only and not are_safetensors(source):
+        checkpoint = load(str(source), control, weights_only=not trust)
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        weights = read_weights(str(source), control, weights_only=not trust)
+        checkpoint = {"state_dict": weights}
+    weights = checkpoint["state_dict"]
+    dtypes = {
+        name: dtype if dtype is not None and value.is_floating_point() else value.dtype
+        for name, value in weights.items()
+        if isinstance(value, Tensor)
+    }
+    total = sum(weights[name].numel() * kind.itemsize for name, kind in dtypes.items())
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress) as bar:
+        if is_plain:
+            cast = {name: _cast(name, value, dtypes.get(name)) for name, value in weights.items()}
+            _write(target, {**checkpoint, "state_dict": cast}, control, bar.update)
+            return format_bytes(total)
+
+        def read(name: str) -> Tensor:
+            bar.update(weights[name].numel() * dtypes[name].itemsize)
+            return weights[name].to(dtypes[name])  # type: ignore[no-any-return]
+
+        shapes = {name: (kind, tuple(weights[name].shape)) for name, kind in dtypes.items()}
+        is_file = target.suffix == _FILE and not is_folder
+        write_safetensors(target, shapes, read, max_bytes=None if is_file else max_shard_bytes)
+    return format_bytes(total)
+
+
+def _check_alone() -> None:
+    """Raise if writing a file would wait for other ranks."""
+    num_ranks = default_world_size()
+    if num_ranks > 1:
+        raise RuntimeError(
+            f"convert must run in a single process, but this process is one of {num_ranks} ranks."
+            " Call it before the Trainer runs, or use the command `lightning-zero convert`."
+        )
+
+
+def _cast(name: str, value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a value that is cast as it is written."""
+    if dtype is None or value.dtype is dtype:
+        return value
+    dense = value.contiguous()
+    return ShardedValue.of(name, dense.view(-1), 0, dense.shape, dense.stride(), dtype)
+
+
+def _write(
+    target: Path, checkpoint: Any, control: Control, on_written: Callable[[int], object]
+) -> None:
+    provenance = Provenance(stage=0, world_size=1, precision="")
+    if target.suffix == _DIRECTORY:
+        DirectorySave(checkpoint, str(target), control, provenance).run()
+        return
+    if "optimizer_states" in checkpoint:
+        states = [with_integer_ids(state) for state in checkpoint["optimizer_states"]]
+        checkpoint = {**checkpoint, "optimizer_states": states}
+    FileSave(checkpoint, str(target), control, provenance, on_written).run()
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, _DTYPES.get(name, name.removeprefix("torch.")), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"Expected a floating-point dtype, for example bf16, got {name!r}.")
+    return dtype
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Print what a checkpoint holds; return the exit code."""
+    try:
+        print("\n".join(describe(arguments.file)))
+    except DamageError:
+        if not arguments.verify:
+            raise
+    if not arguments.verify:
+        return 0
+    found = damage(arguments.file)
+    print("\n".join(found) or "All checksums match.")
+    return 1 if found else 0
+
+
+def describe(path: Path) -> Iterator[str]:
+    """Yield the lines that ``inspect`` prints."""
+    rows: list[tuple[str, Any, tuple[int, ...], int, Any]] = []  # with bytes and identity
+    value: Any = {}
+    if is_directory(path):
+        value, directory = rest_of(path), Directory.open(path)
+        for where, name in directory.names.items():
+            if name in directory.kinds:
+                dtype, shape = directory.kinds[name]
+                nbytes = prod(shape) * dtype.itemsize
+                rows.append(("/".join(map(str, where)), dtype, shape, nbytes, directory.key(name)))
+    elif are_safetensors(path):
+        value = read_safetensors(path)
+    else:
+        value = read_file(path)
+    for name, tensor in named_tensors(value):
+        identity = tensor.untyped_storage().data_ptr()
+        rows.append((name, tensor.dtype, tuple(tensor.shape), tensor.nbytes, identity))
+    total = sum({identity: nbytes for *_, nbytes, identity in rows}.values())
+    yield f"{path}: {len(rows)} tensors, {total:,} bytes"
+    if isinstance(value, dict) and "epoch" in value and "global_step" in value:
+        yield f"epoch {value['epoch']}, step {value['global_step']}"
+    written_by = provenance(path)
+    if written_by is not None and written_by.get("stage") == 0:
+        yield "written by `lightning-zero convert`"
+    elif written_by is not None:
+        yield (
+            f"written by ZeRO stage {written_by.get('stage')}"
+            f" on {written_by.get('world_size')} ranks,"
+            f" precision {written_by.get('precision')}"
+        )
+    width = min(_NAME_COLUMNS, max((len(name) for name, *_ in rows), default=0))
+    for name, dtype, shape, nbytes, _ in rows:
+        kind = str(dtype).removeprefix("torch.")
+        figures = f"  {kind:<9} {nbytes:>15,}  {shape}"
+        if len(name) > width:
+            yield f"  {name}"
+            name = ""
+        yield f"  {name:<{width}}{figures}"

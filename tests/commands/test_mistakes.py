@@ -1,0 +1,76 @@
+"""Common mistakes: the last three lines on the screen name the mistake, or the cure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.oracle.launch import run_script
+
+TRAINER = """
+import lightning_zero
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+how = dict(accelerator="cpu", devices=2, max_steps=1, logger=False, enable_checkpointing=False)
+Trainer(**{{**how, {0}}}).fit(BoringModel(){1})
+"""
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+path = "mistake.yaml"
+open(path, "w").write(
+    "trainer: {strategy: {class_path: lightning_zero.ZeROStrategy, init_args: {staeg: 3}}}"
+)
+LightningCLI(BoringModel, args=["fit", "--config", path])
+"""
+COMMAND = "from lightning_zero.commands import main\nmain({})"
+
+MISTAKES = {
+    "a stage that does not exist": (
+        TRAINER.format('"strategy": lightning_zero.ZeROStrategy(4)', ""),
+        "ValueError: Expected stage to be 1, 2 or 3, got 4.",
+    ),
+    "a strategy that does not exist": (
+        TRAINER.format('"strategy": "zero4"', ""),
+        "You selected an invalid strategy name: `strategy='zero4'`",
+    ),
+    "a misspelled setting": (
+        TRAINER.format('"strategy": lightning_zero.ZeROStrategy(staeg=3)', ""),
+        "TypeError: ZeROStrategy has no argument 'staeg'. Did you mean 'stage'?",
+    ),
+    "a misspelled setting in YAML": (CLI, "Option 'staeg' is not accepted"),
+    "a missing checkpoint": (
+        TRAINER.format('"strategy": "zero3"', ', ckpt_path="missing.ckpt"'),
+        "FileNotFoundError: Checkpoint file not found: missing.ckpt",
+    ),
+    "no GPU": (
+        TRAINER.format('"strategy": "zero3", "accelerator": "gpu"', ""),
+        "No supported gpu backend found!",
+    ),
+    "a misspelled setting of the command": (
+        COMMAND.format(["estimate", "10B", "--set", "staeg=3"]),
+        "lightning-zero: ZeROStrategy has no argument 'staeg'. Did you mean 'stage'?",
+    ),
+    "a class that is not found": (
+        COMMAND.format(["estimate", "train.py:GPT"]),
+        "lightning-zero: Expected a module that can be imported in 'train.py:GPT'",
+    ),
+    "an unknown suffix": (
+        COMMAND.format(["convert", "last.ckpt", "weights.safetensor"]),
+        "for example weights.safetensors, got 'weights.safetensor'.",
+    ),
+}
+
+
+def last_lines(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Make all mistakes; yield the last three lines that each prints."""
+    for name, (script, _) in MISTAKES.items():
+        ended = run_script(script, launcher="plain", check=False, cwd=folder)
+        yield name, ended.output.splitlines()[-3:]
+
+
+def test_the_last_lines_name_the_mistake(tmp_path: Path) -> None:
+    """With ``pytest -s`` they are shown."""
+    for name, lines in last_lines(tmp_path):
+        print("\n".join([f"{name}:", *(f"    {line}" for line in lines)]))
+        assert MISTAKES[name][1] in "\n".join(lines), (name, lines)
