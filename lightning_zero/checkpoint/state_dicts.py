@@ -15,6 +15,7 @@ rank has all of it, and it saves and loads it by itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Mapping, Sequence
