@@ -9,7 +9,6 @@ import weakref
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -45,15 +44,13 @@ def offloading(engine: Engine, *, is_on: bool = True) -> ActivationOffload:
     return ActivationOffload.of(units, engine.comm.host_copies, 1)
 
 
-def train(
-    stage: int, *, is_away: bool, recomputes: bool = False, autocast: bool = False
-) -> list[Tensor]:
+def train(*, is_away: bool, recomputes: bool = False, autocast: bool = False) -> list[Tensor]:
     """Return the weights, having seen that all that is saved goes down and up once."""
     torch.manual_seed(0)
     blocks = [Residual() for _ in range(NUM_BLOCKS)]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks)
     with beside_the_host() as memories:
-        engine = Engine(model, Settings(stage=stage, units=[Residual]))
+        engine = Engine(model, Settings(units=[Residual]))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         engine.adopt(optimizer)
         recompute = ActivationCheckpointing(blocks if recomputes else [])
@@ -80,17 +77,16 @@ def train(
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def compare(stage: int) -> None:
-    expected = train(stage, is_away=False)
+def compare() -> None:
+    expected = train(is_away=False)
     for how in ({"is_away": False, "recomputes": True}, {"is_away": True, "recomputes": True}):
-        assert all(map(torch.equal, train(stage, **how), expected))
-    mixed = (train(stage, is_away=is_away, autocast=True) for is_away in (False, True))
+        assert all(map(torch.equal, train(**how), expected))
+    mixed = (train(is_away=is_away, autocast=True) for is_away in (False, True))
     assert all(map(torch.equal, *mixed))
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 1), (2, 3)])
-def test_numbers_are_the_same(ranks: Pools, world: int, stage: int) -> None:
-    ranks(world).run(compare, stage)
+def test_numbers_are_the_same(ranks: Pools) -> None:
+    ranks(2).run(compare)
 
 
 def test_copies_keep_what_the_user_put_in_place_of_forward() -> None:

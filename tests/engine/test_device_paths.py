@@ -82,7 +82,6 @@ MIXED = "bf16-mixed"
 CODED = {"gather_bits": 8, "reduce_bits": 8}
 WAYS = {
     "zero1 mixed": Way({"stage": 1}, MIXED),
-    "zero2": Way({"stage": 2}),
     "zero3": Way({"stage": 3}),
     "zero3 accumulating": Way({"stage": 3}, MIXED, num_microbatches=2, clips=True),
     "zero3 locally": Way({"stage": 3, "accumulate": "local"}, num_microbatches=2),
@@ -93,7 +92,6 @@ WAYS = {
     "zero3_offload": Way(offloaded(3, "cpu")),
     "zero3_offload mixed": Way(offloaded(3, "cpu"), MIXED),
     "zero3_offload activations": Way(offloaded(3, "cpu"), MIXED, 2, offloads_activations=True),
-    "zero2_nvme": Way(offloaded(2, "nvme"), MIXED),
     "zero3_nvme": Way(offloaded(3, "nvme")),
     "zero3_nvme mixed": Way(offloaded(3, "nvme"), MIXED, 2, clips=True),
     # Where not activations decide, but what is gathered, reduced and sent.
@@ -181,7 +179,7 @@ def over_links(*given: Any, **how: Any) -> Any:
     return REDUCTIONS(*given, **{**how, "receives": False})
 
 
-def predicted(way: Way, rank: int = 0) -> int:
+def predicted(way: Way) -> int:
     with (
         beside_the_host(followed=False),
         mock.patch.object(subject, "Reductions", side_effect=over_links),
@@ -195,7 +193,6 @@ def predicted(way: Way, rank: int = 0) -> int:
             step=loss_of,
             optimizer=adamw,
             accumulate_grad_batches=way.num_microbatches,
-            rank=rank,
         )
     return found.peak.total
 
@@ -213,8 +210,8 @@ def seen_of(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> SeenOf:
 @pytest.mark.parametrize("name", WAYS)
 def test_path(seen_of: SeenOf, name: str) -> None:
     way = WAYS[name]
-    for rank, seen in enumerate(seen_of(name)):
-        foretold = predicted(way, rank)
+    foretold = predicted(way)
+    for seen in seen_of(name):
         print(name, *seen, foretold)  # as the table in examples/benchmarks/RESULTS.md
         # The host reads gradients that have come down: once all of them have.
         assert all(place.startswith("tensors/transfers.py") for place in seen.waits), seen.waits
