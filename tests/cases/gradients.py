@@ -716,6 +716,10 @@ def _change(module: Adversaries, optimizer: Any) -> None:
     for parameter in module.generator.parameters():
         parameter.grad.mul_(0.5)
     module.generator.stem.weight.grad[0] = 0.25
+    bias = module.generator.stem.bias
+    bias.grad.data = bias.grad.data * 2 + 1.0
+    bias.grad = bias.grad.detach()
+    bias.grad[1:].mul_(0.5)
     torch.nn.utils.clip_grad_norm_(module.generator.parameters(), 0.05)
 
 

@@ -2,35 +2,38 @@
 
 from collections import Counter
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_zero.comm import Communicator, Sent
+from lightning_zero.comm import Communicator
 from lightning_zero.plan import RECIPES
 from tests.oracle.models import Block
-from tests.oracle.projects import Regression, fit, rows
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, adamw, padded, shard
+from tests.oracle.sharded import CPU, adamw, adopted, padded
 
 Kinds = dict[str, int]
 
 
 def rank_bytes(stage: int) -> Kinds:
-    """A model without padding: 2 units of 128 * 128 elements and a root of 128 * 64."""
+    """A model without padding: 2 units of 128 * 128 elements and a root of 128 * 64.
+
+    Weights travel in two bytes, and gradients in four.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2)))
     model = nn.Sequential(model, nn.Linear(128, 64, bias=False))
-    engine = shard(model, stage=stage, recipe=RECIPES["bf16-mixed"], units="leaves")
-    optimizer = adamw(model)
-    engine.adopt(optimizer)
+    engine, optimizer = adopted(
+        model, adamw, stage=stage, recipe=RECIPES["bf16-mixed"], units="leaves"
+    )
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.ones(2, 128)).square().mean()
     loss.backward()
     optimizer.step()
     memory = engine.sharded.memory()
+    for (_, verb), sent in engine.comm.traffic.items():
+        assert sent.bytes == {"gather": 2, "reduce": 4}[verb] * sent.elements > 0
     engine.close()
     return memory
 
@@ -81,9 +84,7 @@ def _elements_sent(
     model = Body(frozen=frozen)
     how = {} if reshard else {"reshard_after_forward": False}
     comm = Communicator(CPU, reads_peers=wires == "windows")
-    engine = shard(model, stage=stage, accumulate=policy, comm=comm, **how)
-    optimizer = adamw(model)
-    engine.adopt(optimizer)
+    engine, optimizer = adopted(model, adamw, stage=stage, accumulate=policy, comm=comm, **how)
     for _ in range(3):
         before = Counter(engine.comm.transport.ledger.elements)
         for micro in range(accumulate):
@@ -95,6 +96,10 @@ def _elements_sent(
         optimizer.zero_grad()
     after = engine.comm.transport.ledger.elements
     sent = {key: after[key] - before[key] for key in after if key[0] != "full"}
+    for key, last in engine.comm.traffic.items():
+        assert (last.elements, last.bytes) == (sent[key], 4 * sent[key])
+        if key[1] == "reduce":
+            assert last.collectives == (accumulate if policy == "reduce" else 1)
     engine.close()
     return sent
 
@@ -137,54 +142,3 @@ def test_elements_sent_are_the_stage_table(ranks: Pools, world: int) -> None:
     for by_way in ranks(world).run(elements_sent, ways):
         for way, sent in zip(ways, by_way, strict=True):
             assert sent == table(way, world), way
-
-
-class Watched(Regression):
-    """Notes the strategy's traffic after every batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.traffic: dict[tuple[str, str], Sent] = {}
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.traffic = dict(self.trainer.strategy.traffic)
-
-
-def watched_fit(stage: int, precision: str, accumulate: int) -> Any:
-    module = Watched()
-    options = {"precision": precision, "accumulate_grad_batches": accumulate}
-    fit(module, stage, data=(rows(32),), **options)
-    return module.traffic
-
-
-BLOCKS = [f"net.blocks.{number}" for number in range(3)]
-BUNDLES = {
-    "32-true": {"root": [([36, 6, 36, 6], 4)], **{name: [([6, 6, 36, 6], 4)] for name in BLOCKS}},
-    # The norms are whole in fp32, and stay with the root.
-    "bf16-mixed": {
-        "root": [([36, 6, 36, 6], 2), ([6, 6] * 3, 4)],
-        **{name: [([36, 6], 2)] for name in BLOCKS},
-    },
-}
-"""By precision and unit: elements of each parameter that is gathered in so many bytes each."""
-
-
-def traffic_of(stage: int, precision: str) -> dict[tuple[str, str], Sent]:
-    """Return what two ranks send in a step, by hand."""
-    expected = {}
-    for unit, flats in BUNDLES[precision].items():
-        # At stage 3 the root and the last block are gathered once, the others twice.
-        times = 2 if stage == 3 and unit in BLOCKS[:2] else 1
-        sends = [(padded(numels, 2) // 2, itemsize) for numels, itemsize in flats]
-        elements, count = sum(send for send, _ in sends), len(sends)
-        nbytes = sum(send * itemsize for send, itemsize in sends)
-        expected[unit, "gather"] = Sent(times * elements, times * nbytes, times * count)
-        expected[unit, "reduce"] = Sent(elements, 4 * elements, count)
-    return expected
-
-
-def test_a_trainer_tells_what_a_step_sends(ranks: Pools) -> None:
-    """The root has the linears before and behind three blocks."""
-    for stage, precision, accumulate in ((3, "bf16-mixed", 1), (1, "32-true", 2)):
-        for traffic in ranks(2).run(watched_fit, stage, precision, accumulate):
-            assert traffic == traffic_of(stage, precision)

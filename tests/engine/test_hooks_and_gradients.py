@@ -153,36 +153,6 @@ def test_gradients_behind_a_backward_pass_that_failed() -> None:
     engine.close()
 
 
-def test_an_unsent_gradient_is_added_to_an_average() -> None:
-    model, engine, _ = engine_of(stage=1)
-    model(X).sum().backward()
-    kept = model.bias.grad
-    with engine.no_sync():
-        model(X).sum().backward()
-    assert kept.tolist() == [2.0] * 3
-    assert model.bias.grad.tolist() == [4.0] * 3
-    model(X).sum().backward()
-    assert model.bias.grad.tolist() == [6.0] * 3
-    assert model.weight.grad.tolist() == [[6.0] * 4] * 3
-    engine.close()
-
-
-def test_data_of_a_gradient_that_is_not_sent() -> None:
-    model, engine, _ = engine_of(stage=1)
-    with engine.no_sync():
-        model(X).sum().backward()
-    model.weight.grad.data = model.weight.grad.data * 2 + 1.0
-    model.weight.grad = kept = model.weight.grad.detach()
-    assert model.weight.grad is kept
-    model.bias.grad[1:].zero_()
-    model.bias.grad.data[:1] = 7.0
-    model(X).sum().backward()
-    assert model.weight.grad.tolist() == [[7.0] * 4] * 3
-    assert model.bias.grad.tolist() == [9.0, 2.0, 2.0]
-    assert kept.tolist() == [[5.0] * 4] * 3
-    engine.close()
-
-
 ORDERS = ("inf", float("-inf"), 0, -1, 0.5, 1, "2", 3.5)
 
 

@@ -23,7 +23,7 @@ from lightning_zero.tensors import HostCopies
 from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import shard
+from tests.oracle.sharded import adopted
 
 STEPS, MICRO = 3, 2
 CASE = MODELS["transformer"]
@@ -82,9 +82,9 @@ def crossed(stage: int, medium: str, folder: str) -> None:
     """What copies move in a step: a shard for each gather and each reduction."""
     with beside_the_host() as memories:
         offload = Offload.of_stage(stage, medium)
-        engine = shard(CASE.build(), stage=stage, offload=offload, offload_path=folder)
-        optimizer = momentum(engine.module)
-        engine.adopt(optimizer)
+        engine, optimizer = adopted(
+            CASE.build(), momentum, stage=stage, offload=offload, offload_path=folder
+        )
         for step in range(STEPS):
             memories.crossed.clear()
             for _ in range(MICRO):
@@ -114,9 +114,9 @@ def test_what_crosses_is_the_formulas(ranks: Pools, tmp_path: Any) -> None:
 def states_alone() -> None:
     """What a step has changed goes up once, behind it."""
     with beside_the_host() as memories:
-        engine = shard(CASE.build(), recipe=RECIPES["bf16-mixed"], offload=Offload("cpu"))
-        optimizer = momentum(engine.module)
-        engine.adopt(optimizer)
+        engine, optimizer = adopted(
+            CASE.build(), momentum, recipe=RECIPES["bf16-mixed"], offload=Offload("cpu")
+        )
         for step in range(3):
             memories.crossed.clear()
             with torch.autocast("cpu", torch.bfloat16):
@@ -278,9 +278,9 @@ def test_what_goes_up_is_not_written_to_meanwhile(ranks: Pools, world: int) -> N
 def cast_before_the_next_forward() -> None:
     with beside_the_host():
         offload = Offload.of_stage(3, "cpu")
-        engine = shard(CASE.build(), stage=3, recipe=RECIPES["bf16-mixed"], offload=offload)
-        optimizer = momentum(engine.module)
-        engine.adopt(optimizer)
+        engine, optimizer = adopted(
+            CASE.build(), momentum, stage=3, recipe=RECIPES["bf16-mixed"], offload=offload
+        )
 
         def backward(seed: int) -> None:
             with torch.autocast("cpu", torch.bfloat16):

@@ -13,15 +13,13 @@ from lightning_zero.comm import Communicator
 from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, sgd, shard
+from tests.oracle.sharded import CPU, adopted
 
 
 def _sent(policy: str, accumulate: int) -> dict[str, int]:
     """Elements that a rank sends in a step at stage 2, by verb."""
     case, comm = MODELS["nested"], Communicator(CPU, num_shards=2)
-    engine = shard(case.build(), stage=2, accumulate=policy, comm=comm)
-    optimizer = sgd(engine.module)
-    engine.adopt(optimizer)
+    engine, optimizer = adopted(case.build(), stage=2, accumulate=policy, comm=comm)
     for seed in range(2):
         for micro in range(accumulate):
             with engine.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
@@ -65,9 +63,7 @@ def _grads_after(num_shards: int | None, stage: int) -> dict[str, Any]:
     # Nobody waits for readers of what is given up before a step.
     comm = Communicator(CPU, num_shards=num_shards, reads_peers=False)
     for order in ORDERS:
-        engine = shard(_Branches(), stage=stage, accumulate="reduce", comm=comm)
-        optimizer = sgd(engine.module)
-        engine.adopt(optimizer)
+        engine, optimizer = adopted(_Branches(), stage=stage, accumulate="reduce", comm=comm)
         for number, word in enumerate(order.split()):
             if word == "zero":
                 optimizer.zero_grad()

@@ -30,7 +30,7 @@ from tests.oracle.projects import (
     rows,
 )
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, adamw, shard
+from tests.oracle.sharded import CPU, adamw, adopted
 
 Watched = dict[str, Any]
 """Weak references by name."""
@@ -252,9 +252,7 @@ def held() -> dict[str, int]:
 
 def steps_that_last(way: str) -> list[dict[str, int]]:
     """Return what is held after 500 and after 2,000 steps."""
-    engine = shard(Blocks(3), comm=Communicator(CPU, **WAYS[way]))
-    optimizer = adamw(engine.module)
-    engine.adopt(optimizer)
+    engine, optimizer = adopted(Blocks(3), adamw, comm=Communicator(CPU, **WAYS[way]))
     x, measured = torch.randn(2, 6), []
     for step in range(1, 2001):
         engine.module(x).square().sum().backward()

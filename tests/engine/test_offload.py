@@ -27,9 +27,13 @@ from lightning_zero.plan import RECIPES, Offload, Settings
 from lightning_zero.tensors import Scratch, StagedFile, StagingMemory, in_pages
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import is_in_file, shard
+from tests.oracle.sharded import adamw, adopted, is_in_file, shard
 
 CASE = MODELS["transformer"]
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
 
 
 def offload(stage: int, folder: str) -> dict[str, Any]:
@@ -41,9 +45,7 @@ def offload(stage: int, folder: str) -> dict[str, Any]:
 
 def one_of_the_two(folder: str) -> None:
     for chosen in (Offload("nvme"), Offload(weights="nvme")):
-        engine = shard(CASE.build(), offload=chosen, offload_path=folder)
-        optimizer = torch.optim.AdamW(engine.module.parameters())
-        engine.adopt(optimizer)
+        engine, optimizer = adopted(CASE.build(), adamw, offload=chosen, offload_path=folder)
         step(engine, optimizer)
         for tensor in states(optimizer):
             assert not tensor.numel() or is_in_file(tensor, folder) == bool(chosen.optimizer)
@@ -74,9 +76,7 @@ def step(engine: Engine, optimizer: Optimizer) -> None:
 def stepped_once(folder: Path) -> tuple[nn.Module, Engine, Optimizer]:
     """An engine with states in files, which are there."""
     model = CASE.build()
-    engine = shard(model, **offload(3, str(folder)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    engine.adopt(optimizer)
+    engine, optimizer = adopted(model, adamw, **offload(3, str(folder)))
     step(engine, optimizer)
     return model, engine, optimizer
 
@@ -149,11 +149,9 @@ def in_small_batches(folder: str, are_direct: bool) -> None:
     with mock.patch.object(staging, "_BATCH_BYTES", 1), requests(are_direct=are_direct):
         found = []
         for files in (offload(3, folder), {}):
-            engine = shard(CASE.build(), **files)
+            engine, optimizer = adopted(CASE.build(), momentum, **files)
             batches = batches_of([unit.pieces for unit in engine.sharded.units])
             assert not files or len(batches) > 2 * NUM_BUFFERS
-            optimizer = torch.optim.SGD(engine.module.parameters(), 0.05, momentum=0.9, fused=True)
-            engine.adopt(optimizer)
             for _ in range(2):
                 step(engine, optimizer)
                 change(engine, optimizer)

@@ -18,7 +18,7 @@ from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import replicate, require_same, shard, train
+from tests.oracle.sharded import adopted, replicate, require_same, shard, train
 
 BF16 = torch.bfloat16
 
@@ -154,9 +154,7 @@ def bytes_at_rest() -> list[dict[str, int]]:
     found = []
     for how in ({}, {"stochastic_rounding": True}):
         model = MODELS["transformer"].build(dtype=BF16)
-        engine = shard(model, **how)
-        optimizer = adamw(model)
-        engine.adopt(optimizer)
+        engine, optimizer = adopted(model, adamw, **how)
         batch = MODELS["transformer"].batch(4, 0)
         MODELS["transformer"].loss(model, batch).backward()
         optimizer.step()

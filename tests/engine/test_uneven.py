@@ -23,7 +23,7 @@ from lightning_zero.engine import Engine
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
 from tests.oracle.ranks import Pools, errors_of, impatient
-from tests.oracle.sharded import CPU, adamw, shard
+from tests.oracle.sharded import CPU, adamw, adopted, shard
 
 
 class Buffered(Blocks):
@@ -214,9 +214,7 @@ def reads_alone() -> None:
     """Weights that are whole on each rank need no other rank, over any transport."""
     for way, stage in zip(WAYS, (1, 2, 1), strict=True):
         model = Blocks(3)
-        engine = shard(model, stage=stage, comm=Communicator(CPU, **WAYS[way]))
-        optimizer = adamw(model)
-        engine.adopt(optimizer)
+        engine, optimizer = adopted(model, adamw, stage=stage, comm=Communicator(CPU, **WAYS[way]))
         for step in range(2):
             train(engine, model, step)
             optimizer.step()

@@ -86,6 +86,16 @@ def shard(
     return Engine(model, Settings(stage=stage, units=UNITS[units](model), **settings), comm)
 
 
+def adopted(
+    model: nn.Module, make: Callable[[nn.Module], Any] = sgd, **how: Any
+) -> tuple[Engine, Any]:
+    """An engine around `model`, and the optimizer that it has adopted."""
+    engine = shard(model, **how)
+    optimizer = make(model)
+    engine.adopt(optimizer)
+    return engine, optimizer
+
+
 def whole(engine: Engine) -> dict[str, Tensor]:
     """Copies of the masters at full shape on the CPU, by name; all ranks call it."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
