@@ -87,9 +87,17 @@ class Process:
         self._status.close()
 
 
-@functools.cache
 def server(number: int) -> Server:
     """Return the server of this number, 0 or 1, which now begins to import if it is new."""
+    with _making:
+        return _server(number)
+
+
+_making = threading.Lock()
+
+
+@functools.cache
+def _server(number: int) -> Server:
     return Server(f"{session_folder()}/{number}", is_new=SHARED not in os.environ)
 
 

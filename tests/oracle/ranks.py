@@ -98,8 +98,6 @@ def errors_of(*calls: tuple[Any, ...], world_size: int = 2, at_once: int = 4) ->
 
     Calls go on side by side: they wait for most of their time.
     """
-    for number in (0, 1):
-        server(number)
 
     def error_of(call: tuple[Any, ...]) -> str:
         pool = Pool(world_size)
