@@ -43,6 +43,7 @@ DIMENSIONS: dict[str, tuple[object, ...]] = {
 EXEMPT = {
     ("complex", "precision", "bf16-mixed"): "autocast knows no complex numbers",
     ("transforms", "strategy", 3): "refused at stage 3",
+    ("tensor parallel", "world", 1): "there is nothing to cut over",
 }
 """Pairs that are left out, and why."""
 Pair = tuple[str, str, object]

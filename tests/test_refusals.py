@@ -1,7 +1,7 @@
 """What is refused, and what the error tells to do instead: one table.
 
 A row is a call and a pattern of its error; add one for each argument, module or use that is given
-up. The calls run on one rank.
+up. The calls run on one rank, or on two.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
+import torch.distributed as dist
+import transformers
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from lightning_zero import ZeROPrecision, ZeROStrategy, fabric
+from lightning_zero import ZeROPrecision, ZeROStrategy, estimate, fabric
 from lightning_zero.plan import CURES
+from tests.cases.tensor_parallel import SIZES
 from tests.oracle.eight_bits import quantize
 from tests.oracle.models import Block
-from tests.oracle.projects import Regression, make_trainer, rows
+from tests.oracle.projects import WIDTH, Regression, make_trainer, rows
 from tests.oracle.ranks import Pools
 
 
@@ -32,14 +37,19 @@ def in_fabric(**settings: Any) -> Callable[[], Any]:
 
 
 def fit(
-    module: Callable[[], Any] = Regression, verb: str = "fit", callbacks: Any = (), **settings: Any
+    module: Callable[[], Any] = Regression,
+    verb: str = "fit",
+    callbacks: Any = (),
+    precision: Any = "32-true",
+    **settings: Any,
 ) -> Callable[[], Any]:
-    """A Trainer's run at stage 3."""
+    """A Trainer's run, by default at stage 3."""
 
     def run() -> None:
-        how = {"units": {Block}, **settings}
-        trainer = make_trainer(ZeROStrategy(3, **how), callbacks=[make() for make in callbacks])
-        getattr(trainer, verb)(module(), *([rows()] if not callbacks else []))
+        how = {"stage": 3, "units": {Block}, **settings}
+        made = [make() for make in callbacks]
+        trainer = make_trainer(ZeROStrategy(**how), callbacks=made, precision=precision)
+        getattr(trainer, verb)(module(), *([rows()] if BatchSizeFinder not in callbacks else []))
 
     return run
 
@@ -103,6 +113,92 @@ class MakesParameters(Regression):
         nn.Parameter(self.head.weight)
 
 
+class ChangedByItself(Block):
+    """A module that changes its own weight while it runs, in the precision in which it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.mul_(1 - 1e-4)
+        return super().forward(x)
+
+
+class Forbidden(Regression):
+    def __init__(self) -> None:
+        super().__init__(lr=0.01, optimizer=torch.optim.SGD)
+        self.net.blocks[1] = ChangedByItself(WIDTH)
+
+
+def in_half_precision(stage: int) -> Callable[[], Any]:
+    return fit(Forbidden, stage=stage, units={Block, ChangedByItself}, precision="bf16-mixed")
+
+
+class Initializing(nn.Module):
+    """Initializes the parameters of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def _init_weights(self, module: Any) -> None:
+        nn.init.ones_(self.first.weight)
+
+
+class Cut(Regression):
+    """Models that tensor parallelism cannot cut, each for its own reason."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        tensor_parallel, self.head = mesh["tensor_parallel"], nn.Linear(WIDTH, WIDTH)
+        if self.kind == "initializer":
+            with torch.device("meta"):
+                self.head = Initializing()
+            parallelize_module(self.head.first, tensor_parallel, ColwiseParallel())
+        elif self.kind == "plan":
+            self.head.tp_plan = {"head": "colwise"}
+        elif self.kind != "whole":
+            axis = mesh["data_parallel"] if self.kind == "other ranks" else tensor_parallel
+            parallelize_module(self.head, axis, ColwiseParallel())
+        if self.kind == "hooks":
+            self.head.weight.register_hook(lambda grad: None)
+
+
+class HeadNorms(LightningModule):
+    """Attention with norms of heads behind the split, of which the plan says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES))
+        plan = self.net.tp_plan
+        self.net.tp_plan = {k: v for k, v in plan.items() if not k.endswith("_norm")}
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        text = (batch[0].abs() * 4).long() % 20 + 3
+        return self.net(input_ids=text, labels=text).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+def cut(module: Any, size: int = 2, **more: Any) -> Callable[[], Any]:
+    make = (lambda: Cut(module)) if isinstance(module, str) else module
+    return fit(
+        make, units=more.pop("units", "auto"), tensor_parallel_size=size, min_num_params=0, **more
+    )
+
+
+def estimated(*args: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: estimate(*args, world_size=4, **options)
+
+
+def shards(*sizes: int) -> Callable[[], Any]:
+    """A run in which each rank asks for copies of so many ranks."""
+    return lambda: fit(shard=sizes[dist.get_rank() % len(sizes)])()
+
+
 def read_what_was_left_sharded() -> None:
     module = Regression()
     make_trainer(ZeROStrategy(3, units={Block}, restore_weights=False)).fit(module, rows())
@@ -139,6 +235,13 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     **{f"fabric, {name}": (in_fabric(**{name: "dcp"}), T, name) for name in ("checkpoint", "restore_weights", "device")},
     **{name: (strategy(**{name: True}), T, f"'{name}': ") for name in CURES},
     **{f"fabric, {name}": (in_fabric(**{name: True}), T, f"'{name}': ") for name in CURES},
+    **{f"{size!r} shards": (strategy(shard=size), V, "Expected shard to be 'all', 'node' or a") for size in (0, True, 1.5, "host")},
+    **{f"cut by {size}": (strategy(tensor_parallel_size=size), V, "Expected tensor_parallel_size to be 1, 'node' or a") for size in (0, 1.5, "all")},
+    "cut, forked": (strategy(tensor_parallel_size=2, launcher="fork"), V, "over which tensor_parallel_size=2 cuts"),
+    "cut by nobody": (in_fabric(parallelize_fn=lambda module, mesh: module), V, "parallelize_fn needs tensor_parallel_size > 1"),
+    "estimate, a number": (estimated(10**6, ZeROStrategy(tensor_parallel_size=2)), V, "Pass the model instead of a number"),
+    "estimate, activations": (estimated(Regression(), ZeROStrategy(tensor_parallel_size=2), batch=torch.zeros(1)), V, "Activations are not counted with tensor_parallel_size"),
+    "estimate, bits": (estimated(Regression, ZeROStrategy(2, gather_bits=8)), V, "gather_bits=8 has no effect"),
     # Modules and optimizers.
     "empty": (fit(Empty, units="auto"), V, "Empty has no parameters, so there is nothing to shard"),
     "lazy": (fit(Lazy), V, "'head.weight' is lazily initialized and has no shape yet"),
@@ -150,6 +253,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "activations": (fit(activation_offload=True), V, "needs a device other than the host"),
     "units": (fit(units={nn.LSTM}), V, "units=LSTM matches no module of Regression"),
     "units by name": (fit(units="all"), V, "Expected units='auto', classes or a callable, got units='all'"),
+    **{f"changed in half precision, stage {n}": (in_half_precision(n), R, r"'net.blocks.1.linear.weight' .*cast_weights='none'") for n in (1, 3)},
     # Uses.
     "parametrized": (fit(Parametrized), R, r"Parametrize the module .* before `fit`"),
     "made parameters": (fit(MakesParameters), R, r"Parametrize the module .* before `fit`"),
@@ -157,14 +261,27 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no setup": (forget_fabrics_setup, T, "no_backward_sync"),
     **{f"batch size, {v}": (find_batch_sizes(v), E, r"lightning_zero\.estimate") for v in ("fit", "validate", "test", "predict")},
 }  # fmt: skip
+OF_TWO: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "shards of three": (shards(3), V, "shard=3 makes groups of 3 ranks, but 2 ranks cannot be divided"),
+    "shards of some": (shards(1, 2), V, r"the same number of shards on all ranks, got {1, 2}"),
+    "cut by three": (cut("hooks", 3), V, "tensor_parallel_size=3 makes groups of 3 ranks, but 2 ranks cannot be divided"),
+    "cut nowhere": (cut("whole"), V, "no parameter of Cut is cut over tensor-parallel ranks"),
+    "cut over others": (cut("other ranks"), V, "the strategy shards over the data-parallel ranks itself"),
+    "cut, hooks": (cut("hooks"), V, "'head.weight' has hooks"),
+    "cut, initializer": (cut("initializer", units={nn.Linear}), V, "Initializing initializes parameters of several units, which tensor"),
+    "cut, averages": (cut("cut", callbacks=[EMAWeightAveraging]), V, "EMAWeightAveraging averages whole weights, which no rank has"),
+    "cut, a plan": (cut("plan"), V, "has a `tp_plan`, but is no model of a Transformers version"),
+    "cut, no plan for norms": (cut(HeadNorms, stage=1), R, r"The gradients of 4 parameters differ between the ranks(?s:.*)'net.model.layers.0.self_attn.q_norm.weight'(?s:.*)SequenceParallel"),
+}  # fmt: skip
+"""What two ranks refuse."""
 
 
 def refuse(name: str) -> None:
-    call, error, pattern = REFUSALS[name]
+    call, error, pattern = {**REFUSALS, **OF_TWO}[name]
     with pytest.raises(error, match=pattern):
         call()
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("name", [*REFUSALS, *OF_TWO])
 def test_refused_with_what_to_do(ranks: Pools, name: str) -> None:
-    ranks(1).run(refuse, name)
+    ranks(1 + (name in OF_TWO)).run(refuse, name)

@@ -109,22 +109,30 @@ class Translator(nn.Module):
         return x
 
 
-class Truncated(nn.Module):
-    """Units that cut what they are given off the graph, as recurrent ones do."""
+class LinearUnit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
 
-    class Unit(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
 
-        def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-            h, c = state
-            return self.linear(x) * h.detach_() + c
+class OfUnits(nn.Module):
+    """A linear, and units of a class of its own."""
+
+    Unit: type[nn.Module]
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(6, 6)
         self.blocks = nn.ModuleList([self.Unit() for _ in range(2)])
+
+
+class Truncated(OfUnits):
+    """Units that cut what they are given off the graph, as recurrent ones do."""
+
+    class Unit(LinearUnit):
+        def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+            h, c = state
+            return self.linear(x) * h.detach_() + c
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -132,22 +140,13 @@ class Truncated(nn.Module):
         return x
 
 
-class Forces(nn.Module):
+class Forces(OfUnits):
     """A unit that differentiates one of its inputs by the other."""
 
-    class Unit(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
+    class Unit(LinearUnit):
         def forward(self, energy: Tensor, position: Tensor) -> Tensor:
             (force,) = torch.autograd.grad(energy.sum(), position, create_graph=True)
             return self.linear(position) * force
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([self.Unit() for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -156,30 +155,21 @@ class Forces(nn.Module):
         return x
 
 
-class TwoInPlace(nn.Module):
+class TwoInPlace(OfUnits):
     """Units that change one of two inputs in place, which are one tensor to some."""
 
-    class Unit(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 6)
-
+    class Unit(LinearUnit):
         def forward(self, pair: tuple[Tensor, Tensor], kept: list[Tensor]) -> Tensor:
             x, y = pair
             kept.append(self.linear(y) if y is not x else y)
             x += kept[-1]
             return x
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.units = nn.ModuleList([self.Unit() for _ in range(3)])
-
     def forward(self, x: Tensor) -> Tensor:
         x, y, kept = self.stem(x), torch.tanh(self.stem(x)), list[Tensor]()
-        for unit in self.units:
+        for unit in self.blocks:
             x = unit((x, y), kept)
-        return self.units[0]((x, x), kept) + torch.stack(kept).sum(0)
+        return self.blocks[0]((x, x), kept) + torch.stack(kept).sum(0)
 
 
 class _Scale(torch.autograd.Function):

@@ -638,22 +638,6 @@ class Unsynced(Accumulating):
             super().training_step(batch, batch_idx)
 
 
-class Toggled(Adversaries):
-    """Accumulates with `toggled_optimizer(sync_grad=...)`, as Lightning's guide does."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        z, _ = batch
-        generate, _ = self.optimizers()
-        is_last = batch_idx % 2 == 1
-        with generate.toggle_model(sync_grad=is_last):
-            loss = F.mse_loss(self(z), self.teacher(z)) / 2
-            self.manual_backward(loss)
-            self.losses.append(loss.item())
-            if is_last:
-                generate.step()
-                generate.zero_grad()
-
-
 class ToggledLate(Adversaries):
     """Freezes the other network between forward and backward."""
 
@@ -784,7 +768,7 @@ class Unsent(Adversaries):
 
 
 PLENTY: dict[str, Any] = {"data": lambda: (rows(32),), "ddp": UNUSED, "ulps": 64}
-for module in (Toggling, Frequencies, Accumulating, Unsynced, Toggled, ToggledLate, Plain):
+for module in (Toggling, Frequencies, Accumulating, Unsynced, ToggledLate, Plain):
     case("manual optimization", module, **PLENTY)
 for module in (Toggling, Plain):  # no unit's hooks tell when a backward pass begins
     case(

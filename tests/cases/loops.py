@@ -7,7 +7,6 @@ import io
 import pickle
 import warnings
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,11 +45,35 @@ case("fit", Regression, "save_and_resume_a_directory", save_at=1, readers=(1, 3)
      settings=({"checkpoint": "dcp"},))  # fmt: skip
 
 FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
-case("fit", lambda: Regression(optimizer=partial(torch.optim.AdamW, fused=True)), "in_files", rests=True,
-     accumulate_grad_batches=2, ulps=64, stages=(1, 2, 3, 3), precisions=("32-true", "bf16-mixed"),
-     settings=({"offload_optimizer": "nvme"}, {"offload_optimizer": "nvme"}, FILES, {"offload_weights": "nvme"}))  # fmt: skip
 case("fit", Regression, "copies_of_shards", worlds=(4,), stages=(1, 2, 3), rests=True, max_epochs=2,
      precisions=("32-true", "bf16-mixed"), gradient_clip_val=0.5, accumulate_grad_batches=2, settings=({"shard": 2}, {"shard": "node"}, {"shard": 2, **FILES}), save_at=1, readers=(2,), ulps=16)  # fmt: skip
+
+
+class Fused(Regression):
+    """As offload steps by itself, with states of which every file has some, and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+OFFLOADED: dict[str, Any] = {
+    "max_epochs": 2,
+    "save_at": 1,
+    "worlds": (1, 2),
+    "ulps": 16,
+}
+STATES, WEIGHTS = {"offload_optimizer": "nvme"}, {"offload_weights": "nvme"}
+case("fit", Fused, "in_files", **{**OFFLOADED, "ulps": 64}, precisions=("32-true", "bf16-mixed"), rests=True,
+     accumulate_grad_batches=2, stages=(1, 2, 3, 3), readers=("own", "of ddp"), settings=(STATES, STATES, FILES, WEIGHTS))  # fmt: skip
+HOSTED = (
+    {"offload_optimizer": "cpu"},
+    {"offload_optimizer": "cpu"},
+    {"offload_optimizer": "cpu", "offload_weights": "cpu"},
+)
+case("fit", Fused, "offloaded_without_a_device", **{**OFFLOADED, "worlds": (2,)}, stages=(1, 3, 3), settings=HOSTED,
+     readers=("own",), gradient_clip_val=0.5)  # fmt: skip
 case("fit", Regression, "copies_that_pad_shards", worlds=(3,), stages=(2, 3), rests=True,
      settings=({"shard": 1},))  # fmt: skip
 

@@ -11,8 +11,10 @@ import uuid
 import warnings
 import zlib
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import numpy as np
@@ -29,13 +31,14 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import Model, Rows
 from tests.oracle.play import Player, case, widen
-from tests.oracle.projects import Trace
+from tests.oracle.projects import Regression, Trace, rows
 
 
 def trainer_of(play: Player, **options: Any) -> Any:
@@ -401,6 +404,55 @@ def used(use: Callable[[Player, str], Any], play: Player) -> Trace:
 
 for use, how in USES.items():
     case("trainer", name=use.__name__, loop=partial(used, use), **how)
+
+
+# -- methods of Lightning's `Strategy` that are patched by ones that call the instance's -----------
+
+COUNTED = ("backward", "validation_step", "test_step", "predict_step")
+"""Methods that Lightning's hooks leave to it, so a patch is called as often as under DDP."""
+OVERRIDDEN = (
+    "training_step", "lightning_module_state_dict", "save_checkpoint", "remove_checkpoint", "load_checkpoint",
+    "load_model_state_dict", "load_optimizer_state_dict", "optimizer_state", "pre_backward",
+)  # fmt: skip
+"""Methods of ours: a patch of Lightning's has no effect, and no recursion."""
+
+
+class ByHand(Regression):
+    """Steps by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case("trainer", ulps=64)
+def patch_methods_of_the_strategy(play: Player) -> Trace:
+    notes, path = [], str(play.folder / "saved.ckpt")
+    for module in (Regression(), ByHand()):
+        trainer = play.trainer(enable_checkpointing=False)
+        with ExitStack() as patches:
+            mocks = []
+            for name in (*COUNTED, *OVERRIDDEN):
+                given: dict[str, Any] = {"wraps": getattr(trainer.strategy, name)}
+                if play.is_ddp:  # its own methods call these
+                    given = {"autospec": True, "side_effect": getattr(Strategy, name)}
+                patch = mock.patch.object(Strategy, name, **given)
+                mocks.append(patches.enter_context(patch))
+            trainer.fit(module, rows(8), rows(4))
+            trainer.save_checkpoint(path)
+            trainer.test(module, rows(4), ckpt_path=path, verbose=False)
+            trainer.predict(module, rows(4))
+            trainer.fit_loop.max_epochs = 2
+            trainer.fit(module, rows(8), rows(4), ckpt_path=path)
+            trainer.strategy.remove_checkpoint(path)
+        calls = [each.call_count for each in mocks[: len(COUNTED)]]
+        assert all(calls)
+        notes.append([calls, play.trace(module).params])
+    return Trace({}, notes=notes)
 
 
 # -- copies ----------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from torch.func import (
     grad,
     grad_and_value,
     hessian,
-    jacrev,
     jvp,
     linearize,
     vjp,
@@ -418,7 +417,8 @@ AVERAGES: dict[str, Callable[[], Callback]] = {
     "multi": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
     "normed": lambda: WeightAveraging(avg_fn=towards_unit_norm),
 }
-for name, make in AVERAGES.items():
+READERS: list[tuple[str | int, ...]] = [("ddp", 3), (1,), (3,), ("ddp",)]
+for (name, make), readers in zip(AVERAGES.items(), READERS, strict=True):
     case(
         "averages",
         Averaged,
@@ -426,7 +426,7 @@ for name, make in AVERAGES.items():
         max_epochs=3,
         ulps=256,
         save_at=2,
-        readers=(1, 3, "ddp"),
+        readers=readers,
         data=lambda: (rows(32, batch_size=8), rows(8, seed=1)),
         callbacks=lambda m=make: [m(), KeepsAverage()],
     )
@@ -492,17 +492,8 @@ def tangents(module: Regression, batch: list[Tensor]) -> Tensor:
     return F.mse_loss(out, batch[1]) + tangent.pow(2).mean()
 
 
-def pulled_back(module: Regression, batch: list[Tensor]) -> Tensor:
-    out, pull = vjp(module, batch[0])
-    return out.pow(2).mean() + pull(out)[0].pow(2).mean()
-
-
 def curvature(module: Regression, batch: list[Tensor]) -> Tensor:
     return vmap(hessian(lambda x: module(x).sum()))(batch[0]).pow(2).sum()
-
-
-def jacobians(module: Regression, batch: list[Tensor]) -> Tensor:
-    return vmap(jacrev(module))(batch[0]).pow(2).sum()
 
 
 def penalty(module: Regression, batch: list[Tensor]) -> Tensor:
@@ -510,8 +501,7 @@ def penalty(module: Regression, batch: list[Tensor]) -> Tensor:
 
 
 TRANSFORMS = [
-    maml, gradients_of_all_weights, gradients_of_each_row, tangents, pulled_back, curvature,
-    jacobians, penalty,
+    maml, gradients_of_all_weights, gradients_of_each_row, tangents, curvature, penalty,
 ]  # fmt: skip
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import json
 import pstats
 import re
 import sys
-from math import nan
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero import estimate
-from lightning_zero.comm import sum_into
 from tests.oracle.launch import run_script
-from tests.oracle.ranks import ROOT, Pools
+from tests.oracle.ranks import ROOT
 from tests.oracle.sharded import padded
 
 pytestmark = pytest.mark.slow
@@ -55,12 +52,7 @@ def held(world: int) -> int:
     return (LAYERS * padded(BLOCK, world) + padded(ROOT_SIZES, world)) // world
 
 
-# Where it is not fresh, the server of its processes is forked; the rehearsal starts a real one.
-is_fresh = pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
-
-
-@is_fresh
-def test_contenders_side_by_side(tmp_path: Path, fresh: bool) -> None:
+def test_contenders_side_by_side(tmp_path: Path) -> None:
     """Two real ranks of each: a table, a JSON and a picture, with the elements of the oracle."""
     names = ["ddp", "zero1", "zero3", "fsdp2"]
     options = [
@@ -68,7 +60,7 @@ def test_contenders_side_by_side(tmp_path: Path, fresh: bool) -> None:
     ]
     command = ["--only", *names, *options, "--output", tmp_path]
     script = "examples/benchmarks/compare.py"
-    finished = run_script(script, *command, fresh=fresh)
+    finished = run_script(script, *command)
     rows = re.findall(r"^\| ([a-z]\w*) \| [\d.]+ \| [\d.]+ \|", finished.stdout, re.MULTILINE)
     assert rows == names
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
@@ -128,36 +120,6 @@ def predicted_peak(stage: int) -> float:
     )
     still = sum(found.resting[kind] for kind in ("weights", "master", "states"))
     return (found.peak.total - still) / 2**20
-
-
-@pytest.fixture
-def compare(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The benchmark, with answers in place of processes; some contenders end at another loss."""
-    module = load("compare")
-    answer = {"seconds": 1.0, "page_faults": 1, "peak_mib": 1.0, "trainer_peak_mib": 1.0}
-    others = {"zero3": itertools.repeat(4.002), "zero2": iter([4.1, 4.0, 4.0])}
-    others["fsdp1"] = itertools.repeat(nan)
-
-    def answers(worker: Any, name: str, job: Any) -> dict[str, Any]:
-        return {**answer, "loss": next(others[name]) if name in others else 4.0}
-
-    monkeypatch.setattr(module, "in_fresh_processes", answers)
-    return module
-
-
-def test_a_wrong_loss_is_not_compared(compare: Any) -> None:
-    job = compare.Job()
-    assert list(compare.compare(["ddp", "fsdp2"], job, 2)) == ["ddp", "fsdp2"]
-    with pytest.raises(RuntimeError, match=r"zero3 ends at loss 4.002, ddp at 4.0"):
-        compare.compare(["ddp", "zero3"], job, 1)
-    with pytest.raises(RuntimeError, match=r"fsdp1 ends at loss nan, ddp at 4.0"):
-        compare.compare(["no traffic", "ddp", "fsdp1"], job, 1)
-    # Of the first of two rounds.
-    with pytest.raises(RuntimeError, match=r"zero2 ends at loss 4.1"):
-        compare.compare(["ddp", "zero2"], job, 2)
-    # Without the wire losses mean nothing; in bf16 they agree to fewer digits.
-    for other in (compare.Job(fake_world=8), compare.Job(precision="bf16-mixed")):
-        assert compare.compare(["ddp", "zero3"], other, 1)["zero3"]["ratio"] == 1.0
 
 
 def test_a_gpus_run_is_rehearsed(
@@ -252,13 +214,12 @@ def test_small_tensors_beside_ddp(tmp_path: Path) -> None:
     assert pstats.Stats(str(profile)).total_calls > 0  # type: ignore[attr-defined]
 
 
-@is_fresh
-def test_checkpoints(tmp_path: Path, fresh: bool) -> None:
+def test_checkpoints(tmp_path: Path) -> None:
     """Every way saves and loads the same values again, and has its line."""
     ways = ["file", "directory", "dcp"]
     command = ["--megabytes", 3, "--rounds", 1, "--folder", tmp_path, "--only", *ways]
     script = "examples/benchmarks/checkpoint.py"
-    finished = run_script(script, *command, fresh=fresh)
+    finished = run_script(script, *command)
     lines = re.findall(r"^([a-z.]+)((?: +[\d.]+){5})$", finished.stdout, re.M)
     assert [name for name, _ in lines] == ways
     assert list(tmp_path.iterdir()) == []
@@ -273,12 +234,11 @@ WAYS = [
 ]
 
 
-@is_fresh
-def test_wires_side_by_side(tmp_path: Path, fresh: bool) -> None:
+def test_wires_side_by_side(tmp_path: Path) -> None:
     """Two real ranks: a line and a row for each way and size, with the elements that were sent."""
     command = ["--mib", 0.25, 0.5, "--rounds", 2, "--devices", "cpu", "--output", tmp_path]
     script = "examples/benchmarks/wires.py"
-    finished = run_script(script, *command, fresh=fresh)
+    finished = run_script(script, *command)
     line = r"^\| (\w.*?)( \(chosen\))? \| [\d.]+ \| [\d.]+ to [\d.]+ \|"
     lines = [(way, bool(mark)) for way, mark in re.findall(line, finished.stdout, re.MULTILINE)]
     assert lines == [(way, way.startswith("shared memory ")) for way in WAYS] * 2
@@ -293,39 +253,6 @@ def test_wires_side_by_side(tmp_path: Path, fresh: bool) -> None:
         if row["on_sockets"] is not None and wire in ("shared memory", "point to point"):
             least = numel / 2 if wire == "point to point" else 0
             assert least <= row["on_sockets"] < least + numel / 8, row
-
-
-def _wrong_ways() -> dict[str, str]:
-    """Return what is said of each; raise unless all the others are right."""
-    wires = load("wires")
-    job = wires.Job(world=torch.distributed.get_world_size(), mib=(1 / 64,), rounds=1, warmup=0)
-    assert [row["way"] for row in wires.compare(job)] == WAYS
-    values = wires.Values(1000, torch.device("cpu"))
-    exact, rounded = wires.all_to_all_and_sum(values), wires.all_reduce(values)
-    backwards = [values.shard(whole) for whole in reversed(values.everybodys)]
-    candidates = {
-        "another order": exact._replace(run=lambda _: sum_into(exact.out, backwards)),
-        "another order, in which it may be": exact._replace(
-            run=lambda _: sum_into(exact.out, backwards), is_exact=False
-        ),
-        "one rank alone": rounded._replace(run=lambda _: None),
-        "nothing": wires.all_gather_into_tensor(values)._replace(run=lambda _: None),
-    }
-    said = {}
-    for name, way in candidates.items():
-        try:
-            wires.measure({name: way}, job)
-        except RuntimeError as error:
-            said[name] = str(error)
-    return said
-
-
-def test_a_wrong_way_has_no_time(ranks: Pools) -> None:
-    """Among three ranks, whose sums have more than one order."""
-    for said in ranks(3).run(_wrong_ways):
-        assert list(said) == ["another order", "one rank alone", "nothing"]
-        for name, error in said.items():
-            assert re.match(rf"{name} is wrong by up to (nan|[\d.e-]+), so its time", error)
 
 
 @pytest.mark.slow

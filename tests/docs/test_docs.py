@@ -78,11 +78,6 @@ def test_make_targets_and_linked_files_exist(page: Path) -> None:
     assert not missing + [script for script in scripts if not (ROOT / script).exists()]
 
 
-def test_a_target_that_does_not_exist_would_be_found() -> None:
-    assert {"train", "test", "lint"} <= targets()
-    assert "fly" not in targets()
-
-
 # ---------------------------------------------------------------------------- examples
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_zero import MemoryMonitor, ZeROStrategy
+from lightning_zero import ZeROStrategy
 from tests.oracle import projects
 from tests.oracle.models import Tied
 
@@ -155,45 +155,6 @@ def train(folder: str, name: str, precision: str = "32-true") -> dict[str, Any]:
         "last": os.path.basename(keep.last_model_path),
         "top": sorted(map(os.path.basename, keep.best_k_models)),
         "weights": {k: v.clone() for k, v in module.state_dict().items()},
-    }
-
-
-def has_parameters(module: nn.Module) -> bool:
-    """A policy by which the smallest modules are units."""
-    return bool(module._parameters)
-
-
-def observe(
-    folder: str, arguments: dict[str, Any], path: str | None = None, **options: Any
-) -> dict[str, Any]:
-    """Six steps, of which a checkpoint `<folder>/mid.ckpt` has three, or those after another one.
-
-    Args:
-        folder: Where to save.
-        arguments: Those of the strategy.
-        path: A checkpoint to resume from.
-        options: Further arguments of the Trainer.
-
-    Returns:
-        Losses, weights, the bytes of a step's messages by verb, what was held between steps and in
-        forward, and the engine's headline.
-    """
-    module, monitor, strategy = model(), MemoryMonitor(), ZeROStrategy(**arguments)
-    saving = [] if path else [Stop(f"{folder}/mid.ckpt", 3)]
-    callbacks = [monitor, *saving]
-    kept: dict[str, Any] = {"max_steps": 6, "enable_checkpointing": False, "callbacks": callbacks}
-    trainer = make_trainer(world(), strategy, folder, **{**kept, **options})
-    trainer.fit(module, Rows(), Rows(), ckpt_path=path)
-    assert strategy.engine is not None
-    sent: dict[str, int] = {}
-    for (_, verb), of_unit in strategy.traffic.items():
-        sent[verb] = sent.get(verb, 0) + of_unit.bytes
-    return {
-        "losses": module.losses,
-        "weights": {name: value.clone() for name, value in module.state_dict().items()},
-        "sent": sent,
-        "held": monitor.measured,
-        "units": strategy.engine.sharded.describe(),
     }
 
 

@@ -36,7 +36,9 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 import lightning_zero
 from lightning_zero import ZeROStrategy
@@ -91,12 +93,14 @@ class Case:
         settings: Of the strategy: one dictionary, or several of which each occurs in a way.
         ddp: Lightning's strategy that it is held against.
         save_at: The number of epochs after which it saves.
-        readers: Who goes on from there: stages, or "ddp".
+        readers: Who goes on from there: stages, "ddp", "own", which is the same way again, or
+            "of ddp", which is this way from DDP's file.
         ulps: How far parameters and buffers may be off, in roundings of the largest value.
         rests: Whether resting bytes are as predicted, and nothing is gathered between steps.
         is_slow: Whether only `make slow` plays it.
         dtype: The dtype whose roundings count; by default each tensor's own, or the precision's.
         bits: Whether bits are equal in half precision too.
+        cut: The number of ranks over which tensor parallelism cuts, which share their rows.
     """
 
     feature: str
@@ -118,6 +122,7 @@ class Case:
     bits: bool = False
     is_slow: bool = False
     dtype: torch.dtype | None = None
+    cut: int = 1
     number: int = 0
 
     def ways(self, world: int) -> list[Way]:
@@ -126,7 +131,8 @@ class Case:
         Where stages or transports are not given, they go round from case to case.
         """
         stages = self.stages or (3, 1 + self.number % 2)
-        transports = self.transports or [TRANSPORTS[(self.number + i) % 3] for i in range(2)]
+        turn = [TRANSPORTS[(self.number + i) % 3] for i in range(len(stages))]
+        transports = self.transports or turn
         if world == 1:
             transports = transports[:1]
         at = self.worlds.index(world)
@@ -189,10 +195,16 @@ class Player:
         """Return the strategy of this way; its units are the blocks."""
         if self.is_ddp:
             return self.way.strategy
-        how = {"units": {Block}, **self.way.settings, **settings}
+        cut = {"tensor_parallel_size": self.case.cut} if self.case.cut > 1 else {}
+        how = {**cut, **self.way.settings, **settings}
         if "nvme" in how.values():
             how["offload_path"] = str(self.folder)
-        return ZeROStrategy(self.way.strategy, **how)  # type: ignore[arg-type]
+        return self.plain(self.way.strategy, **how)
+
+    def plain(self, stage: Any, **settings: Any) -> ZeROStrategy:
+        """Return a strategy whose units are the blocks."""
+        units = {"units": "auto", "min_num_params": 0} if self.case.cut > 1 else {"units": {Block}}
+        return ZeROStrategy(stage, **{**units, **settings})
 
     def trainer(self, strategy: Any = None, **options: Any) -> Trainer:
         """Return a quiet Trainer over all ranks."""
@@ -225,9 +237,19 @@ class Player:
         """Fit on the case's data, or on `data`, and return what is left."""
         make_data = options.pop("data", None) or self.case.options.get("data")
         loaders = data or (make_data() if make_data else (rows(),))
-        trainer = self.trainer(strategy, **options)
+        chosen = self.strategy() if strategy is None else strategy
+        if getattr(getattr(chosen, "settings", None), "tensor_parallel_size", 1) < self.case.cut:
+            options["use_distributed_sampler"] = False
+            loaders = tuple(map(self._shared, loaders))
+        trainer = self.trainer(chosen, **options)
         trainer.fit(module, *loaders, ckpt_path=ckpt_path)
         return self.trace(module, trainer, notes)
+
+    def _shared(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return the rows that ranks of a group share, in the order in which Lightning shuffles."""
+        num, rank = self.way.world // self.case.cut, self.rank // self.case.cut
+        sampler = DistributedSampler(loader.dataset, num, rank)  # type: ignore[arg-type]
+        return DataLoader(loader.dataset, loader.batch_size, sampler=sampler)
 
     def trace(self, module: nn.Module, trainer: Trainer | None = None, notes: Any = None) -> Trace:
         """Return what the module, which must be whole, the Trainer and the user hold."""
@@ -277,29 +299,36 @@ class _Saves(Callback):
 
 
 def by_trainer(play: Player) -> Trace:
-    """Fit the case's module; save in the middle, and let the readers go on from there."""
-    case = play.case
+    """Fit the case's module; save in the middle, and let the readers go on from there.
+
+    A file that is saved has the weights and the states of DDP's.
+    """
+    case, path = play.case, play.folder / "mid.ckpt"
     assert case.module is not None
 
-    def fit(strategy: Any = None, path: Any = None) -> Trace:
+    def fit(strategy: Any = None, begin: Any = None) -> Trace:
         assert case.module is not None
         moments = _Moments(case.moments)
         makes = case.options.get("callbacks", list)
         callbacks = [*makes(), moments]
-        if case.save_at and path is None:
-            callbacks.append(_Saves(str(play.folder / "mid.ckpt"), case.save_at))
-        trace = play.fit(case.module(), callbacks=callbacks, ckpt_path=path, strategy=strategy)
+        if case.save_at and begin is None:
+            callbacks.append(_Saves(str(path), case.save_at))
+        trace = play.fit(case.module(), callbacks=callbacks, ckpt_path=begin, strategy=strategy)
         if moments.notes:
             trace.notes = [trace.notes, moments.notes]
         return trace
 
     trace = fit()
-    if not play.is_ddp:
-        for reader in case.readers:
-            strategy = case.ddp if reader == "ddp" else ZeROStrategy(reader, units={Block})  # type: ignore[arg-type]
-            resumed = fit(strategy, str(play.folder / "mid.ckpt"))
-            far = differences(Trace(resumed.params), Trace(trace.params), case.ulps, None)
-            play.problems += [f"resumed by {reader}: {text}" for text in far]
+    for reader in () if play.is_ddp else case.readers:
+        strategy: Any = {"ddp": case.ddp, "own": None, "of ddp": None}.get(reader, reader)
+        strategy = play.plain(strategy) if isinstance(strategy, int) else strategy
+        of_ddp = play.folder.parent / play.way.precision / "mid.ckpt"
+        resumed = fit(strategy, str(of_ddp if reader == "of ddp" else path))
+        far = differences(Trace(resumed.params), Trace(trace.params), case.ulps, None)
+        play.problems += [f"resumed by {reader}: {text}" for text in far]
+    if path.is_file():
+        saved = torch.load(path, weights_only=False)
+        trace.saved = [saved["state_dict"], saved["optimizer_states"]]
     return trace
 
 
@@ -390,14 +419,11 @@ def differences(
         yield f"losses are {ours.losses}, not {theirs.losses}"
     if not is_close(ours.notes, theirs.notes, eps):
         yield f"notes are {_short(ours.notes)}, not {_short(theirs.notes)}"
+    if theirs.saved and ours.saved and not is_close(ours.saved, theirs.saved, eps):
+        yield f"its file has {_short(ours.saved)}, not {_short(theirs.saved)}"
     if ours.files != theirs.files:
         yield f"files are {ours.files}, not {theirs.files}"
 
 
 def _short(value: Any) -> str:
     return f"{value!r:.2000}"
-
-
-def clones(tensors: Iterator[Tensor] | Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors, for notes."""
-    return [tensor.detach().clone() for tensor in tensors]

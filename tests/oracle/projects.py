@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeROStrategy
@@ -151,13 +152,14 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     notes: Any = None
     files: list[str] = field(default_factory=list)
+    saved: Any = None
     transport: str = ""
 
     @classmethod
     def of(cls, module: nn.Module, trainer: Trainer | None = None, notes: Any = None) -> Trace:
         """Copies of what the module, which must be whole, and the trainer hold."""
         state = {
-            name: value.detach().clone()
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
             for named in (module.named_parameters(), module.named_buffers())
             for name, value in named
         }

@@ -1,17 +1,14 @@
-"""A small GPT that can be cut over tensor-parallel ranks, and its training by a Trainer."""
+"""A small GPT that can be cut over tensor-parallel ranks."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -20,10 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zero import ZeROStrategy
-from tests.oracle.by_trainer import Stop, make_trainer
-
-WORDS, WIDTH, HEADS, LENGTH, STEPS = 24, 16, 4, 8, 3
+WORDS, WIDTH, HEADS, LENGTH = 24, 16, 4, 8
 
 
 class Block(nn.Module):
@@ -114,51 +108,7 @@ class Model(LightningModule):
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=rate)
 
 
-def loader() -> DataLoader[Any]:
+def loader(num_rows: int = 40) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    text = torch.randint(WORDS, (40, LENGTH + 1), generator=generator)
+    text = torch.randint(WORDS, (num_rows, LENGTH + 1), generator=generator)
     return DataLoader(TensorDataset(text), batch_size=2)
-
-
-def fit(
-    folder: str,
-    strategy: dict[str, Any] | None,
-    path: str | None = None,
-    *,
-    save: str | None = None,
-    saves_at: int = 2,
-    by_sequence: bool = False,
-    optimizer: str = "AdamW",
-    model: Model | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """Train under DDP, or under ZeROStrategy with some arguments; return what came out."""
-    model = model or Model(by_sequence=by_sequence, optimizer=optimizer)
-    options: dict[str, Any] = {"max_steps": STEPS, "use_distributed_sampler": True, **more}
-    chosen: Any = "ddp" if strategy is None else ZeROStrategy(**strategy)
-    saving = [Stop(save, saves_at)] if save else []
-    options["callbacks"] = [*options.get("callbacks", ()), *saving]
-    trainer = make_trainer(dist.get_world_size(), chosen, Path(folder), **options)
-    trainer.fit(model, loader(), ckpt_path=path)
-    return {"losses": model.losses, "weights": weights_of(model)}
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Whole weights after a run; a collective where they are cut."""
-    values = {name: p.detach() for name, p in model.named_parameters()}
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
-        for name, value in values.items()
-    }
-
-
-def assert_like_ddp(found: list[dict[str, Any]], ddp: list[dict[str, Any]], near: float) -> None:
-    """Assert that runs of all ranks have the losses and weights of DDP over fewer ranks."""
-    for rank, one in enumerate(found):
-        steps = len(one["losses"])
-        losses = ddp[rank * len(ddp) // len(found)]["losses"][-steps:]
-        assert one["losses"] == pytest.approx(losses, rel=near), rank
-        assert list(one["weights"]) == list(ddp[0]["weights"])
-        for name, value in one["weights"].items():
-            expected = ddp[0]["weights"][name]
-            torch.testing.assert_close(value, expected, rtol=near, atol=near, msg=name)

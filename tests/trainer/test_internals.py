@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
@@ -14,7 +13,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-from lightning_zero.engine import Replacements
 from lightning_zero.trainer import internals
 from tests.oracle.ranks import ROOT
 
@@ -68,25 +66,3 @@ def test_lightning_has_them(owner: type, names: list[str]) -> None:
 def test_the_names_that_are_inherited_are_told() -> None:
     assert internals.__doc__ is not None
     assert all(f"``{name}``" in internals.__doc__ for name in INHERITED)
-
-
-class Speaker:
-    def speak(self, word: str) -> str:
-        return word
-
-
-def twice(inner: Any, times: int, word: str) -> str:
-    return inner(word) * times
-
-
-def test_replaced_methods_are_given_back() -> None:
-    one, other, replaced = Speaker(), Speaker(), Replacements()
-    other.speak = own = lambda word: "own"  # type: ignore[method-assign]
-    for speaker in (one, other):
-        replaced.wrap(speaker, "speak", twice, 3)
-    assert (one.speak("a"), other.speak("a")) == ("aaa", "own" * 3)
-    replaced.remove()
-    assert (one.speak("a"), other.speak("a")) == ("a", "own")
-    assert not vars(one)
-    assert other.speak is own
-    replaced.remove()

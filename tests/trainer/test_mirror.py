@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import pickle
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_zero.mirror
-from tests.oracle.launch import Finished, run_python, run_script
+from tests.oracle.launch import run_python, run_script
 from tests.oracle.ranks import Pools
 
 LOADED = "import sys; print('pytorch_lightning' in sys.modules)"
@@ -46,8 +44,17 @@ print(fabric.strategy.precision.__class__ is lightning_zero.mirror.fabric.Fabric
             f"import lightning_zero\n{LOADED}\nimport lightning_zero.mirror\n{TRAINER}{FABRIC}",
             ["False", *FOUND, "True", "True"],
         ),
-        (f"import pytorch_lightning\nimport lightning_zero\n{TRAINER}", FOUND),
-        (f"import lightning_fabric\nimport lightning_zero\n{FABRIC}", ["True", "True"]),
+        # test_launchers.py has this of the registry.
+        pytest.param(
+            f"import pytorch_lightning\nimport lightning_zero\n{TRAINER}",
+            FOUND,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            f"import lightning_fabric\nimport lightning_zero\n{FABRIC}",
+            ["True", "True"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["by the user", "after it", "after fabric"],
 )
@@ -81,14 +88,12 @@ def train(strategy: str, **options: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def train_all(strategies: list[str], options: dict[str, Any]) -> list[dict[str, torch.Tensor]]:
-    return [train(strategy, **options) for strategy in strategies]
+def train_all(strategies: list[str]) -> list[dict[str, torch.Tensor]]:
+    return [train(strategy, accumulate_grad_batches=2) for strategy in strategies]
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
-def test_every_stage_is_ddp_under_the_mirror(ranks: Pools, options: dict[str, Any]) -> None:
-    strategies = ["ddp", "zero1", "zero2", "zero3"]
-    ddp, *stages = ranks(2).run(train_all, strategies, options)[0]
+def test_stages_are_ddp_under_the_mirror(ranks: Pools) -> None:
+    ddp, *stages = ranks(2).run(train_all, ["ddp", "zero1", "zero3"])[0]
     for params in stages:
         torch.testing.assert_close(params, ddp, rtol=1e-6, atol=1e-7)
 
@@ -127,19 +132,15 @@ def run_command_line(folder: str, strategy: str, *words: str) -> Any:
     return LightningCLI(BoringModel, args=args, save_config_callback=None)
 
 
-def resume_from_command_line(folder: str, strategy: str, stage: int) -> set[str]:
-    """Train, resume half-way under the same strategy and under DDP; returns what was logged."""
-    cli = run_command_line(folder, strategy)
+def resume_from_command_line(folder: str) -> set[str]:
+    """Train, resume half-way under another name and under DDP; returns what is logged."""
+    cli = run_command_line(folder, BY_PATH)
     assert isinstance(cli.trainer.strategy, lightning_zero.mirror.ZeROStrategy)
-    assert cli.trainer.strategy.settings.stage == stage
+    assert cli.trainer.strategy.settings.stage == 2
     assert cli.trainer.global_step == 8
     expected = dict(cli.model.named_parameters())
-    for other in (strategy, "ddp"):
-        half_way = f"--ckpt_path={folder}/epoch=0.ckpt"
-        if other == "ddp":
-            resumed = run_command_line(folder, other, half_way, "--trainer.callbacks=null")
-        else:
-            resumed = run_command_line(folder, other, half_way)
+    for other, words in (("zero3", ()), ("ddp", ("--trainer.callbacks=null",))):
+        resumed = run_command_line(folder, other, f"--ckpt_path={folder}/epoch=0.ckpt", *words)
         assert resumed.trainer.global_step == 8
         torch.testing.assert_close(
             dict(resumed.model.named_parameters()), expected, rtol=1e-6, atol=1e-7
@@ -148,45 +149,23 @@ def resume_from_command_line(folder: str, strategy: str, stage: int) -> set[str]
     return set(metrics.read_text().splitlines()[0].split(",")) if dist.get_rank() == 0 else set()
 
 
-@pytest.mark.parametrize(("strategy", "stage"), [("zero3", 3), (BY_PATH, 2)], ids=["name", "path"])
-def test_command_line_monitors_and_checkpoints_of_the_mirror(
-    ranks: Pools, tmp_path: Path, strategy: str, stage: int
-) -> None:
-    names = ranks(2).run(resume_from_command_line, str(tmp_path), strategy, stage)[0]
+def test_command_line_monitors_and_checkpoints_of_the_mirror(ranks: Pools, tmp_path: Path) -> None:
+    names = ranks(2).run(resume_from_command_line, str(tmp_path))[0]
     assert {"memory/step/weights", "memory/backward/gradients"} <= names
 
 
 LAUNCH = """
-import sys
-import lightning_zero.mirror
 from tests.trainer.test_mirror import train
 
 if __name__ == "__main__":
-    for strategy in sys.argv[1:]:
-        weights = train(strategy)
-        print(strategy, *(f"{value.double().abs().sum():.6f}" for value in weights.values()))
+    print(*(f"{value.double().abs().sum():.6f}" for value in train("zero2_fork").values()))
 """
 
 
-@pytest.mark.parametrize(
-    ("run", "strategies"),
-    [
-        (run_script, ["zero2_fork"]),
-        pytest.param(
-            functools.partial(run_script, fresh=True),
-            ["zero3_spawn", "zero2_fork"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_other_launchers_under_the_mirror(
-    ranks: Pools, run: Callable[..., Finished], strategies: list[str]
-) -> None:
+def test_ranks_are_forked_under_the_mirror(ranks: Pools) -> None:
     expected = ranks(2).run(train, "ddp")[0]
     words = [f"{value.double().abs().sum():.6f}" for value in expected.values()]
-    lines = run(LAUNCH, *strategies).stdout.splitlines()
-    for strategy in strategies:
-        assert " ".join([strategy, *words]) in lines
+    assert " ".join(words) in run_script(LAUNCH).stdout.splitlines()
 
 
 EVERY_MODULE = """
