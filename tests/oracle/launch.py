@@ -32,6 +32,12 @@ from tests.oracle.ranks import loopback
 
 MARK = "LIGHTNING_ZERO_TEST"
 Started = subprocess.Popen[bytes] | Process
+FORGET = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "lightning_zero"]:
+    del sys.modules[name]
+"""
+"""Code that a script begins with which is to be the first to import this package."""
 
 
 class ScriptError(Exception):

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 
 from lightning_zero import ZeROStrategy
-from tests.oracle.launch import run_script, slurm_variables
+from tests.oracle.launch import FORGET, run_script, slurm_variables
 from tests.oracle.projects import Regression, fit, make_trainer, rows
 from tests.oracle.ranks import Pools
 
@@ -273,5 +273,5 @@ def test_yaml_needs_no_import(tmp_path: Path) -> None:
     """Our names are in the registry of the other package too, which was imported before us."""
     config = tmp_path / "zero.yaml"
     config.write_text(QUIET.format(world=1, strategy=BY_PATH.format(stage=3, more="")))
-    finished = run_script(WITHOUT_IMPORT, config, launcher="plain", cwd=tmp_path, fresh=True)
+    finished = run_script(FORGET + WITHOUT_IMPORT, config, launcher="plain", cwd=tmp_path)
     assert finished.stdout.splitlines() == ["rank 1 ZeROStrategy", "True"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_zero.mirror
-from tests.oracle.launch import run_python, run_script
+from tests.oracle.launch import FORGET, run_python, run_script
 from tests.oracle.ranks import Pools
 
 LOADED = "import sys; print('pytorch_lightning' in sys.modules)"
@@ -44,23 +44,14 @@ print(fabric.strategy.precision.__class__ is lightning_zero.mirror.fabric.Fabric
             f"import lightning_zero\n{LOADED}\nimport lightning_zero.mirror\n{TRAINER}{FABRIC}",
             ["False", *FOUND, "True", "True"],
         ),
-        # test_launchers.py has this of the registry.
-        pytest.param(
-            f"import pytorch_lightning\nimport lightning_zero\n{TRAINER}",
-            FOUND,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            f"import lightning_fabric\nimport lightning_zero\n{FABRIC}",
-            ["True", "True"],
-            marks=pytest.mark.slow,
-        ),
+        (f"import pytorch_lightning\nimport lightning_zero\n{TRAINER}", FOUND),
+        (f"import lightning_fabric\nimport lightning_zero\n{FABRIC}", ["True", "True"]),
     ],
     ids=["by the user", "after it", "after fabric"],
 )
 def test_names_are_there_when_the_mirror_is(code: str, printed: list[str]) -> None:
     """A Trainer knows its own package's classes only, and no other package is imported for us."""
-    assert run_python(["-c", code], fresh=True).stdout.splitlines() == printed
+    assert run_python(["-c", FORGET + code]).stdout.splitlines() == printed
 
 
 def train(strategy: str, **options: Any) -> dict[str, torch.Tensor]:
