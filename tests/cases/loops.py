@@ -65,7 +65,7 @@ OFFLOADED: dict[str, Any] = {
     "ulps": 16,
 }
 STATES, WEIGHTS = {"offload_optimizer": "nvme"}, {"offload_weights": "nvme"}
-case("fit", Fused, "in_files", **{**OFFLOADED, "ulps": 64}, precisions=("32-true", "bf16-mixed"), rests=True,
+case("fit", Fused, "in_files", **{**OFFLOADED, "ulps": 64}, precisions=("32-true", "bf16-mixed") * 2, rests=True,
      accumulate_grad_batches=2, stages=(1, 2, 3, 3), readers=("own", "of ddp"), settings=(STATES, STATES, FILES, WEIGHTS))  # fmt: skip
 HOSTED = (
     {"offload_optimizer": "cpu"},
