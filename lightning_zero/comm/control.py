@@ -1,7 +1,7 @@
 """The control plane: decisions and small values that the ranks exchange in Python.
 
 A sync point is one that all ranks reach together; it returns the maximum of each of its flags over
-the ranks. All sync points are messages of one size on a group of their own, so that ranks at
+the ranks. All sync points are messages of one size with a tag of their own, so that ranks at
 different sync points notice it: each message begins with a checksum of the sync point and of what
 this rank has done in order since the last one, and with its complement. Where the maximum of a
 number and that of its complement no longer match, the ranks differ::
@@ -68,6 +68,8 @@ class SyncPoint(Enum):
 
 _AHEAD = {SyncPoint.BEGIN, SyncPoint.FORWARD}
 """Those that are waited for later, while the device computes."""
+_TAG = 2**20 + 1
+"""Of messages of sync points; those of units have smaller ones."""
 _CHECKSUM = 4
 _NOTICES = 2
 _HEADER = 2 * _CHECKSUM + _NOTICES
@@ -85,6 +87,8 @@ class Channel:
         world_size: Number of all ranks; a single one does not wait.
         log: The collectives that this rank has begun.
         describe: Describes this rank, at a place, in the error of ranks that differ.
+        group: The group of messages; by default the default one, which is not kept: a group that is
+            referenced outlives its destruction.
 
     Attributes:
         capacity: Flags that a sync point has room for.
@@ -92,7 +96,10 @@ class Channel:
         noticed: Their maxima over the ranks, at the last sync point that was waited for.
     """
 
-    def __init__(self, world_size: int, log: CollectiveLog, describe: Callable[[str], Any]) -> None:
+    def __init__(
+        self, world_size: int, log: CollectiveLog, describe: Callable[[str], Any], group: Any
+    ) -> None:
+        self._group = group
         self.world_size, self.log, self.describe = world_size, log, describe
         self.capacity = 64
         self.notices = bytearray(_NOTICES)
@@ -100,8 +107,8 @@ class Channel:
 
     @property
     def group(self) -> Any:
-        """The group of messages. Not kept: one that is referenced outlives its destruction."""
-        return group_for("sync points", of_hosts=True)
+        """The group of messages."""
+        return dist.group.WORLD if self._group is None else self._group
 
     def reserve(self, num_flags: int) -> None:
         """Make room for ``num_flags`` flags; all ranks must ask for the same number."""
@@ -159,7 +166,10 @@ class _Maximum:
         try:
             for target, source in hops(group.rank(), group.size()):
                 with unseen():
-                    works = [group.recv([received], source, 0), group.send([message], target, 0)]
+                    works = [
+                        group.recv([received], source, _TAG),
+                        group.send([message], target, _TAG),
+                    ]
                 for work in works:
                     work.wait()
                 # To free works that have just ended would take longer than the hop.
@@ -286,7 +296,7 @@ class Control:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if dist.get_backend() != "gloo":
                 # Decisions travel between host CPUs, so that they never stall the device.
-                self._group = group_for("values", of_hosts=True)
+                self._group = group_for("control", of_hosts=True)
         self._enter()
 
     def _enter(self) -> None:
@@ -305,9 +315,6 @@ class Control:
             self._watch(_last_number)
         lifelines.open(offers)
         self.watchdog.lifelines = lifelines
-        # Ranks that come to different places could not make it there: some would never come, and
-        # nothing ends the wait for them.
-        _ = self.channel.group
 
     def _watch(self, number: int | None) -> None:
         reports = None
@@ -315,7 +322,7 @@ class Control:
             prefix = f"lightning_zero/{number}"
             reports = Reports(own_store(), prefix, self.rank, self.world_size)
         self.watchdog = Watchdog(self.log, reports)
-        self.channel = Channel(self.world_size, self.log, self.watchdog.describe)
+        self.channel = Channel(self.world_size, self.log, self.watchdog.describe, self._group)
 
     # -- sync points -----------------------------------------------------------------------------
 
@@ -432,7 +439,7 @@ class Control:
         other.log = CollectiveLog()
         other.log.explain = self.log.explain
         other.watchdog = Watchdog(other.log)
-        other.channel = Channel(self.world_size, other.log, other.watchdog.describe)
+        other.channel = Channel(self.world_size, other.log, other.watchdog.describe, other._group)
         return other
 
     def leave(self) -> None:

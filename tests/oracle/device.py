@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lightning_zero.comm import process_groups, transport
+from lightning_zero.comm import control, transport
 from lightning_zero.optimizer import UnitStep
 from lightning_zero.optimizer.watch import leaves_of
 from lightning_zero.plan import Offload
@@ -437,11 +437,14 @@ class Device(TorchDispatchMode):
 
     # -- collectives -----------------------------------------------------------------------------
 
+    def meet(self, own: Callable[[Any], None], maximum: Any) -> None:
+        """Exchange the messages of a sync point, which are the host's."""
+        self.paint(maximum._message, "pageable")
+        with _disable_current_modes():
+            own(maximum)
+
     def collective(self, own: Callable[..., Any], out: Tensor, *rest: Any, **kwargs: Any) -> Any:
         """Do a collective at once, and follow it on the stream of its group."""
-        if kwargs.get("group") is process_groups.group_for("sync points", of_hosts=True):
-            self.paint(out, "pageable")
-            return own(out, *rest, **kwargs)
         read = [one for one in rest[:1] if isinstance(one, Tensor)] or [out]
         is_async = kwargs.pop("async_op", False)
         # On copies, as the threads of gloo hold what they have sent for some time.
@@ -647,6 +650,8 @@ def _streams(device: Device) -> Iterator[Any]:
     own = torch.UntypedStorage.resize_
     resize = lambda storage, nbytes: device.resize(own, storage, nbytes)  # noqa: E731
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize)
+    meet = functools.partialmethod(lambda one, own: device.meet(own, one), control._Maximum.run)
+    yield mock.patch.object(control._Maximum, "run", meet)
     for owner, names in (
         (transport, ("_all_gather", "_reduce_scatter")),
         (dist, ("all_reduce", "all_to_all_single")),
