@@ -77,6 +77,7 @@ def run(
 ) -> list[Tensor] | None:
     """Return the parameters after all steps; ``None`` if the class cannot step them."""
     torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # whatever the optimizer draws
     shapes = [shape for shape in SHAPES if len(shape) == 2] if is_only_matrices(cls) else SHAPES
     wholes = [torch.randn(shape) for shape in shapes]
     cut = (lambda one: one.reshape(-1)[: one.numel() * 2 // 3].clone()) if is_flat else torch.clone
@@ -85,7 +86,7 @@ def run(
     optimizers = [make(cls, part, options) for part in parts]
     for step in range(STEPS):
         for number, p in enumerate(params):
-            p.grad = change(step, number, cut(torch.randn(shapes[number])))
+            p.grad = change(step, number, cut(torch.randn(shapes[number], generator=generator)))
         for optimizer in optimizers:
             if optimizer is None:
                 return None
