@@ -413,26 +413,22 @@ def loadable(optimizer: Optimizer, state: Any, names: Sequence[Sequence[Sequence
     groups, saved = optimizer.param_groups, _in_order(state["param_groups"], names)
     if len(groups) != len(saved):
         raise ValueError(f"it has {len(saved)} param groups, but the optimizer has {len(groups)}")
-    entries = dict(state["state"])
-    with stepper.holding_parts():
-        for number, (group, other, known) in enumerate(zip(groups, saved, names, strict=True)):
-            there, here = len(other["params"]), len(group["params"])
-            if there != here:
-                raise ValueError(
-                    f"its param group {number} has {there} parameters, but the optimizer's has"
-                    f" {here}"
-                )
-            for member, key, (name, *_) in zip(
-                group["params"], other["params"], known, strict=True
-            ):
-                if (held := entries.get(key)) is None:
-                    continue
-                if not isinstance(held, Mapping):
-                    kind = type(held).__name__
-                    raise ValueError(f"its state of {name!r} is a {kind}; expected a dict")
-                # Steps of whole parameters may keep tensors of any shape.
-                if not stepper.is_whole:
-                    entries[key] = {k: _part(k, v, member, name) for k, v in held.items()}
+    entries, left = dict(state["state"]), iter(members(optimizer))
+    for number, (group, other, known) in enumerate(zip(groups, saved, names, strict=True)):
+        there, here = len(other["params"]), len(group["params"])
+        if there != here:
+            raise ValueError(
+                f"its param group {number} has {there} parameters, but the optimizer's has {here}"
+            )
+        for key, (name, *_), member in zip(other["params"], known, left, strict=False):
+            if (held := entries.get(key)) is None:
+                continue
+            if not isinstance(held, Mapping):
+                kind = type(held).__name__
+                raise ValueError(f"its state of {name!r} is a {kind}; expected a dict")
+            # Steps of whole parameters may keep tensors of any shape.
+            if not stepper.is_whole:
+                entries[key] = {k: _part(k, v, member, name) for k, v in held.items()}
     return {**state, "state": entries, "param_groups": saved}
 
 
