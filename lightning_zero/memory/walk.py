@@ -14,12 +14,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch.nn import Parameter
 
 from lightning_zero.comm import Codec
 from lightning_zero.memory.dry_run import Event, Kind
 from lightning_zero.plan import Layout, Medium, Offload, Plan, Settings, UnitSpec
-from lightning_zero.tensors import RING_BYTES
+from lightning_zero.tensors import RING_BYTES, numel_at_a_time
 
 RESTING = ("weights", "gradients", "master", "states", "buffers")
 KINDS = (*RESTING, "gathered", "unreduced", "activations")
@@ -57,6 +58,7 @@ class UnitTerms:
         coded: Bytes of the encoded weights while they are gathered.
         partial: Bytes of whole gradients before their reduction.
         in_flight: Bytes of a reduction under way, without its result.
+        coding: Bytes beside whole gradients while these are encoded: codes and temporary tensors.
         shard: Bytes of the rank's reduced gradients.
         sends_shard: Whether these leave the device for its host.
         ring: Bytes of pinned memory by which weights come up that are read from files.
@@ -73,6 +75,7 @@ class UnitTerms:
     coded: int = 0
     partial: int = 0
     in_flight: int = 0
+    coding: int = 0
     shard: int = 0
     sends_shard: bool = False
     ring: int = 0
@@ -91,6 +94,9 @@ class UnitTerms:
             partial = layout.numel * plan.grad.dtype.itemsize
             self.partial += partial
             self.in_flight += partial if plan.reduce_bits is None else 2 * codes
+            if plan.reduce_bits is not None:
+                at_once = min(layout.numel, numel_at_a_time(plan.grad.device))
+                self.coding = max(self.coding, codes + 2 * torch.float32.itemsize * at_once)
             self.shard += kinds["gradients"]
             self.sends_shard |= plan.media["gradients"] is not Medium.DEVICE
 
@@ -226,6 +232,7 @@ class Walk:
     def _note(self, activations: int, away: int) -> None:
         """Account for what is held now, with these bytes of activations."""
         kinds = {**self._still, **self._gradients.held(), "activations": activations}
+        kinds["activations"] += self._gradients.temporary
         kinds["gathered"] = 0 if self._weights is None else self._weights.held
         part = self._parts[-1]
         part.staging = max(part.staging, away)
@@ -311,6 +318,7 @@ class Buckets:
     def __init__(self, sizes: Sequence[int], total: int, *, adds: bool) -> None:
         self.sizes, self.adds = sizes, adds
         self.gradients = self._buckets = total
+        self.temporary = 0
 
     def held(self) -> Kinds:
         """Return the bytes held now, by kind."""
@@ -408,6 +416,10 @@ class Reductions(Buckets):
         while self._turns and (event.kind is Kind.END or not self.missing[self._turns[0]]):
             self._finish()
             unit = self.units[self._turns.pop(0)]
+            if unit.coding and self._counts:
+                self.temporary = unit.coding
+                yield
+                self.temporary = 0
             self._partial.pop(unit.name, None)
             if self._receives:
                 size = unit.in_flight // self._num_shards

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.commands import main
+from tests.oracle.launch import run_python, run_script
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -48,6 +49,36 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> N
     assert code == 0
     assert text.startswith(f"lightning-zero {version('lightning-zero')}, torch ")
     assert f"lightning {version('lightning')}" in text
+
+
+IMPORTS = """
+import sys
+sys.orig_argv[1:] = {words}
+from lightning_zero.commands import main
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [["-m", "lightning_zero", "estimate", "--help"], ["/bin/lightning-zero", "--version"]]
+)
+def test_help_does_not_wait_for_torch(words: list[str]) -> None:
+    run_python(["-c", IMPORTS.format(words=words)], fresh=True)
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    """As in ``lightning-zero estimate 1B | head -1``."""
+    script = """
+import os
+import sys
+from lightning_zero.commands import main
+receiver, sender = os.pipe()
+os.close(receiver)
+os.dup2(sender, 1)
+sys.stdout = os.fdopen(1, "w")
+sys.exit(main(["estimate", "1B"]))
+"""
+    assert run_script(script, launcher="plain").stderr == ""
 
 
 MODULES = """
