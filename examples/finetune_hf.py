@@ -108,11 +108,16 @@ def windows(text: str, tokenizer: Any = None) -> DataLoader[Tensor]:
 
 def train(module: LanguageModel, data: DataLoader[Tensor]) -> None:
     strategy = arguments.strategy
-    if arguments.activation_checkpointing:
+    if strategy.startswith("zero"):
         stage, _, offload = strategy.removeprefix("zero").partition("_")
         where = {"offload": "cpu", "nvme": "nvme"}.get(offload)
         strategy = lightning_zero.ZeROStrategy(
-            stage=int(stage), offload_optimizer=where, activation_checkpointing=True
+            stage=int(stage),
+            offload_optimizer=where,
+            offload_weights=where if stage == "3" else None,
+            activation_checkpointing=arguments.activation_checkpointing,
+            # A large model would be whole on every rank afterwards, which nothing here needs.
+            restore_weights=not arguments.model,
         )
     trainer = Trainer(
         strategy=strategy,

@@ -6,7 +6,7 @@ device can show is left out.
 
 Of the faults one was not named when a GPU was last seen: a kill in the optimizer. Since then the
 watchdog asks NCCL's groups for errors (`process_groups.failure_on_device`). If it still ends so,
-try what `docs/accelerators.md` lists under "Torch's own watch over NCCL", in that order. Also to be
+try what `docs/accelerators.md` lists under "NCCL's own watchdog", in that order. Also to be
 seen: whether `group.abort` returns in seconds beside a rank that its device blocks, and whether the
 groups of weights and gradients, aborted one after the other, wait for each other's kernels (then a
 thread for each: `ncclGroupStart` counts per thread, and torch aborts in another).
