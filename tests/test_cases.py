@@ -28,7 +28,8 @@ for _, _name, _ in pkgutil.iter_modules(cases.__path__, "tests.cases."):
     ids=[f"{CASES[name].feature}-{name}-{world}" for _, name, world in ITEMS],
 )
 def test_case(ranks: Pools, tmp_path: Path, module: str, name: str, world: int) -> None:
-    answers = ranks(world).run(play_all, module, name, world, str(tmp_path), timeout=120)
+    limit = 300 if CASES[name].is_slow else 120
+    answers = ranks(world).run(play_all, module, name, world, str(tmp_path), timeout=limit)
     found = [f"rank {rank}, {text}" for rank, texts in enumerate(answers) for text in texts]
     assert not found, "\n".join(found[:12])
 
