@@ -214,8 +214,6 @@ SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidd
     [
         ({"model_type": "llama"}, "LlamaModel"),
         ({"model_type": "bert", "architectures": None}, "BertModel"),
-        ({"model_type": "gpt2", "architectures": [], "n_embd": 32, "n_layer": 1}, "GPT2Model"),
-        ({"model_type": "vit"}, "ViTModel"),
     ],
 )
 def test_command_on_a_configuration_without_architectures(

@@ -16,6 +16,7 @@ from lightning_zero.memory import explained_memory, summary
 from lightning_zero.memory.summary import free_of_host, of_device, resting
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Blocks
+from tests.oracle.projects import Regression, make_trainer, rows
 from tests.oracle.ranks import Pools
 
 WIDTH = 64
@@ -59,9 +60,17 @@ def _foretold(stage: int, optimizer: str, precision: str) -> tuple[Any, Any, lis
     return +foretold, held, lines
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("optimizer", ["AdamW", "Muon", "many"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "optimizer", "precision"),
+    [
+        (1, "AdamW", "bf16-mixed"),
+        (1, "many", "32-true"),
+        (2, "AdamW", "32-true"),
+        (2, "Muon", "bf16-mixed"),
+        (3, "Muon", "32-true"),
+        (3, "many", "bf16-mixed"),
+    ],
+)
 def test_the_bytes_between_steps_are_foretold(
     ranks: Pools, stage: int, optimizer: str, precision: str
 ) -> None:
@@ -171,3 +180,36 @@ def test_running_out_of_memory_says_what_to_try(
     with pytest.raises(RuntimeError) as caught, explained_memory(engine):
         raise RuntimeError("another error")
     assert not hasattr(caught.value, "__notes__")
+
+
+class _RunsOut(Regression):
+    """Runs out of memory in forward, or after backward."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place = place
+
+    def training_step(self, *args: Any) -> Any:
+        if self.place == "forward":
+            raise torch.OutOfMemoryError("no memory")
+        return super().training_step(*args)
+
+    def on_after_backward(self) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+
+def _noted() -> list[list[str]]:
+    found = []
+    for place in ("forward", "backward"):
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            make_trainer(3, max_epochs=1).fit(_RunsOut(place), rows())
+        found.append(caught.value.__notes__)
+    return found
+
+
+def test_a_run_that_runs_out_of_memory_says_what_it_holds(ranks: Pools) -> None:
+    for (forward,), (backward,) in ranks(1).run(_noted):
+        assert forward.startswith("lightning_zero: this rank holds ")
+        assert " 0 B of gradients, " in forward
+        assert " 0 B of gathered units, " not in forward
+        assert " 0 B of gradients, " not in backward
