@@ -69,7 +69,7 @@ class Gradients:
         if self._finishes:
             self.finish()
         for tag, group in enumerate(self._groups, self._first_tag):
-            if True in group.wants or group.is_pending:
+            if True in group.wants or group.awaits_copies:
                 self._finishes.append(group.reduce(self.label, tag))
 
     @span("finish_reduce")

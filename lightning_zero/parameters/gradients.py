@@ -315,9 +315,14 @@ class FlatGradients:
     @property
     def is_pending(self) -> bool:
         """Return whether a gradient has arrived that is not reduced, or only within its copy."""
-        if self.reach is Reach.ALL and self.of_copy:
+        if self.of_copy and self.awaits_copies:
             return True
         return self.partial is not None and True in self.partial.filled
+
+    @property
+    def awaits_copies(self) -> bool:
+        """Return whether this pass has to sum gradients over the copies, even if none comes."""
+        return self.reach is Reach.ALL and bool(self.of_copy)
 
     def install(self, has_grads: Sequence[bool]) -> None:
         """End a backward pass: give the pieces the gradients that any rank has."""
