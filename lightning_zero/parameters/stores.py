@@ -364,11 +364,6 @@ class HostStore(Store):
             self._as_of = self.comm.num_changes
 
     @override
-    def retire(self) -> None:
-        super().retire()
-        self._weights = None
-
-    @override
     def gradients(self) -> Tensor:
         dtype = self.plan.master.dtype
         return self.comm.host_copies.recurring_memory(self.layout.shard_numel, dtype)
