@@ -43,7 +43,7 @@ from lightning_zero.comm.process_groups import (
     new_group_of_hosts,
 )
 from lightning_zero.comm.watchdog import GRADIENT, TOUCH, Reports, Watchdog, diverged, own_store
-from lightning_zero.tensors import Scratch, runs_outside, unseen
+from lightning_zero.tensors import Scratch, lasting_tensors, runs_outside, unseen
 
 
 class SyncPoint(Enum):
@@ -237,7 +237,8 @@ class PendingSync:
         checksum = zlib.crc32(met.encode()).to_bytes(_CHECKSUM, "big")
         message = with_complements(checksum) + channel.notices + flags
         padded = bytearray(message.ljust(_HEADER + channel.capacity, b"\0"))
-        self._message = torch.frombuffer(padded, dtype=torch.uint8)
+        with lasting_tensors():  # it may be waited for outside of inference mode
+            self._message = torch.frombuffer(padded, dtype=torch.uint8)
         self._collective = log.begin(self._name, sync_point.value)
         self._work = _Maximum(self._message, channel, ahead=sync_point in _AHEAD)
 
