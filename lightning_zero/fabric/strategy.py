@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
 from lightning_zero.fabric.precision import FabricPrecision, grads_of
 from lightning_zero.fabric.sharding import ShardedModule, init_device
-from lightning_zero.memory import explained_memory, summary
+from lightning_zero.memory import summary
 from lightning_zero.optimizer import clip, members, parameter_of
 from lightning_zero.parameters import Piece, local_of
 from lightning_zero.plan import START_METHODS, Settings
@@ -206,13 +206,6 @@ class ZeROStrategy(SavingStrategy):
         return self._counted_once(super().all_reduce, tensor, group, reduce_op)
 
     # -- the step --------------------------------------------------------------------------------
-
-    @override
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        with ExitStack() as explained:
-            for engine in self.engines[:1]:
-                explained.enter_context(explained_memory(engine))
-            super().backward(*args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
