@@ -15,6 +15,7 @@ reading         the record of a checkpoint's origin, and errors that name the fi
 """
 
 from lightning_zero.checkpoint.dcp import Directory, DirectorySave, is_directory
+from lightning_zero.checkpoint.files import existing
 from lightning_zero.checkpoint.load import (
     are_safetensors,
     damage,

@@ -6,6 +6,7 @@ that Lightning still has them. ``ZeROStrategy`` also inherits some from ``DDPStr
 - ``_precision_plugin``: read by the connector to see whether the user passed a precision plugin
 - ``_layer_sync``: converts batch norms, as in ``DDPStrategy.setup``, which is overridden
 - ``_lightning_optimizers``: what ``self.optimizers()`` returns, which calls methods on itself
+- ``_configure_launcher``, ``_launcher``: where it chooses what starts the ranks
 - ``_timeout``, ``_get_process_group_backend``: for a process group made before Lightning makes it
 """
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.checkpoint import existing
 from lightning_zero.comm import (
     Control,
     StepTimes,
@@ -50,9 +51,9 @@ class Launcher(internals.SubprocessLauncher):
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
-        is_file = path is not None and not re.search("^(best|last|hpc|.*:.*)$", str(path))
+        is_file = path is not None and not re.search("^(best|last|hpc|registry|.*:.*)$", str(path))
         starts_ranks = not self.cluster_environment.creates_processes_externally
-        if is_file and starts_ranks and not Path(str(path)).exists():
+        if is_file and starts_ranks and not existing(Path(str(path))).exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         return super().launch(function, *args, trainer=trainer, **kwargs)
 

@@ -29,11 +29,12 @@ from lightning_zero.checkpoint import (
     FileSave,
     Provenance,
     Saver,
+    existing,
     load,
     load_module_state,
     optimizer_state,
 )
-from lightning_zero.checkpoint.files import existing, this_host
+from lightning_zero.checkpoint.files import this_host
 from lightning_zero.comm import Control, SyncPoint
 from lightning_zero.commands import convert, damage, describe
 from lightning_zero.fabric import Checkpoints

@@ -16,12 +16,14 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning_zero.trainer import internals
 from tests.oracle.ranks import ROOT
 
-OWN = {"self", "cls"}
+OWN = {"self", "cls", "super()"}
 OF_TORCH = {"_buffers", "_parameters", "_cdata", "_asdict"}
 INHERITED = {
     "_precision_plugin",
     "_layer_sync",
     "_lightning_optimizers",
+    "_configure_launcher",
+    "_launcher",
     "_timeout",
     "_get_process_group_backend",
 }
