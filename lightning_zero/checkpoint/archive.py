@@ -220,7 +220,7 @@ class Archive:
 
 
 def _padding(nbytes: int) -> bytes:
-    """Return an extra field of a header that has so many bytes besides its own four."""
+    """Return a header's extra field of ``nbytes`` bytes besides its own four."""
     return struct.pack("<HH", 0x4246, nbytes) + b"Z" * nbytes
 
 

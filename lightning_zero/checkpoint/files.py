@@ -1,4 +1,4 @@
-"""Files and folders on their way: a save under a temporary name, and a file of a host's ranks.
+"""Temporary files and folders: of a save in progress, and one that the ranks of a host share.
 
 If a process dies while it saves, what had the final name stays whole. The temporary name says which
 process of which host writes; the next save of that host removes what a dead process left behind.
@@ -74,7 +74,7 @@ class Temporary:
 
 
 def this_host() -> str:
-    """Return eight letters that tell apart hosts, and containers with processes of their own."""
+    """Return eight digits that distinguish hosts, and containers with a PID namespace."""
     facts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # not Linux
         facts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -258,7 +258,7 @@ def mapped(
 def host_file(reading: Reading) -> Iterator[HostFile]:
     """Enter a context with a file that the ranks of this host share; a collective.
 
-    The file loses its name at the end; what is mapped by then stays.
+    The file is unlinked at the end; mappings stay valid.
     """
     control, own = reading.control, None
     hosts = control.gather_objects(this_host())

@@ -156,7 +156,7 @@ def are_safetensors(place: Path) -> bool:
 
 @contextlib.contextmanager
 def _at_hand(reading: Reading) -> Iterator[Path]:
-    """Enter a context with a local path: of a URL, that of one copy per host. A collective."""
+    """Enter a context with a local path; a URL is downloaded once per host. A collective."""
     if (local := local_path(reading.path)) is not None:
         yield existing(local)
         return
@@ -227,7 +227,7 @@ def _read(place: Path, path: str, share: Share = (0, 1), *, weights_only: bool) 
             is_mapped = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
         with internals.mapping_files_by(mapped_storage):
             return internals.load_to_host(place, weights_only=weights_only, mmap=is_mapped)
-    # Files by torch before 1.6 are not zip archives and are read at once.
+    # Files by torch before 1.6 are not zip archives; they are read as a whole.
     begin = _begin_of(place, 64)
     if begin.startswith(_ARCHIVE):
         raise ValueError(f"{path!r} is damaged or not a checkpoint: it is truncated")
@@ -295,7 +295,7 @@ def _damaged_records(archive: zipfile.ZipFile, share: Share = (0, 1)) -> Iterato
 
 
 def _has_checksums(archive: zipfile.ZipFile) -> bool:
-    """Return whether the writer left checksums, which torch can be told not to."""
+    """Return whether the writer stored checksums, which torch can be told to omit."""
     return any(info.CRC for info in archive.infolist())
 
 

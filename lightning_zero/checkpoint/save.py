@@ -149,7 +149,7 @@ class Save(ABC):
 class FileSave(Save):
     """A save to one plain file, which ``torch.save`` would have written.
 
-    Rank 0 works out where every record lies and creates the file at its full size. At last it
+    Rank 0 works out where every record lies and creates the file at its full size. Finally, it
     writes the headers of the records, which have the checksums.
     """
 

@@ -9,8 +9,8 @@ override, is called once, and its copies are only noted, and made once all names
 known to fit. States of optimizers are matched by the names of their parameters where a checkpoint
 has them, else by their order.
 
-A ``state_dict`` in a format that only its optimizer knows is of one that steps all at once. Every
-rank has all of it, and it saves and loads it by itself.
+An optimizer whose ``state_dict`` has its own format steps all at once: every rank has the whole
+state, which the optimizer itself saves and loads.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The only folder that knows torch.distributed: a control plane, and transports for the data.
+"""The only folder that uses process groups: a control plane, and transports for the data.
 
 communicator      holds both planes and chooses the transports
 control           control plane: objects, sums, sync points, errors that all ranks raise
 transport         data plane: the interface of all transports; messages (gloo), collectives (NCCL)
 shared_memory     transport of ranks that share one host's CPUs
 coded             transport of quantized weights and gradients
-hosts             the interface between hosts, and what tells that one is lost
+hosts             the network interface between hosts, and the detection of lost ones
 mesh              axes of ranks: shards, replicas
 tensor_parallel   torch's device mesh, parameters as DTensors, the plans of Transformers
 traffic           ledger of what was sent, and of the time of steps with offload

@@ -98,7 +98,7 @@ class Codec:
 
 
 class Cargo(Enum):
-    """Data that is sent in code; the value is the kind of memory that its codes count as."""
+    """Data that is sent quantized; the value is the kind of memory that its codes count as."""
 
     WEIGHTS = "gathered"
     """Rounded to nearest: the same masters always give the same weights."""
@@ -112,8 +112,8 @@ class Coded(Verbs):
     Args:
         transport: Carries the codes.
         cargo: What is sent.
-        ranks: The transport's ranks as this rank's noise knows them: equal on ranks that have parts
-            of one model, whose parameters that are not cut stay alike.
+        ranks: The transport's ranks, which seed the noise: the same on ranks that have parts of one
+            model, so that parameters that are not cut stay equal.
 
     Attributes:
         size: Ranks along the axis.
@@ -126,7 +126,7 @@ class Coded(Verbs):
         self._num_coded = 0
 
     def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
-        """Gather like :meth:`Transport.gather`, in code."""
+        """Gather like :meth:`Transport.gather`, quantized."""
         codec = Codec(source.own.numel())
         codes = self._buffer(self.size * codec.nbytes)
         own = codes.view(self.size, codec.nbytes)[self._transport.rank]
@@ -139,7 +139,7 @@ class Coded(Verbs):
         return self._transport.reduce_buffer(numel, dtype)
 
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
-        """Reduce like :meth:`Transport.reduce`, in code; ``source`` has been read on return."""
+        """Reduce like :meth:`Transport.reduce`, quantized; ``source`` has been read on return."""
         codec = Codec(out.numel())
         sent = self._buffer(self.size * codec.nbytes)
         codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
@@ -148,7 +148,7 @@ class Coded(Verbs):
         return Pending(work, then=lambda: codec.add_up(received, out), kept=[sent])
 
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
-        """Add up like :meth:`Transport.all_reduce`, in code both ways.
+        """Add up like :meth:`Transport.all_reduce`, quantized both ways.
 
         Ranks take part in whole blocks: a tensor of another size is padded with zeros.
         """

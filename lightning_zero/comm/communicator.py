@@ -145,7 +145,7 @@ class Communicator:
             self._broadcast([tensor], self.mesh.data, DATA)
 
     def broadcast_copies(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrite tensors that are alike on a tensor-parallel group with its first rank's."""
+        """Overwrite tensors replicated over a tensor-parallel group with its first rank's."""
         if self.mesh.tensor is not None:
             self._broadcast(tensors, self.mesh.tensor, TENSOR)
 

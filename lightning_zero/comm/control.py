@@ -81,7 +81,7 @@ def with_complements(numbers: bytes) -> bytes:
 
 
 class Channel:
-    """The way of this rank's messages at sync points.
+    """The path of this rank's messages at sync points.
 
     Args:
         world_size: Number of all ranks; a single one does not wait.
@@ -148,7 +148,7 @@ class _Maximum:
     Args:
         message: The message, which becomes the maximum.
         channel: Its channel.
-        ahead: Whether a thread brings it about, so that, as with an all-reduce, the others wait for
+        ahead: Whether a thread computes it, so that, as with an all-reduce, the others wait for
             nothing that this rank does after it has begun. Otherwise :meth:`wait` does, sooner.
     """
 
@@ -198,7 +198,7 @@ _last: _Maximum | None = None
 
 
 def _hand_over(maximum: _Maximum) -> None:
-    """Let the thread bring a maximum about, behind those begun before."""
+    """Let the thread compute a maximum, after those begun before."""
     global _process, _begun, _last
     if _process != os.getpid():
         _process, _begun = os.getpid(), queue.SimpleQueue()
@@ -285,7 +285,7 @@ class Control:
         world_size: Number of all ranks.
         log: The collectives that this rank has begun.
         watchdog: Detects ranks that wait for each other in different places.
-        channel: The way of sync points.
+        channel: Carries the messages of sync points.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -307,7 +307,7 @@ class Control:
             self._watch(None)
             return
         self._watch(number := _last_number + 1)
-        # A rank may have begun another control plane alone, or less far than the others.
+        # The ranks' numbers differ if one of them has made another control plane alone.
         lifelines = Lifelines(self.rank, default_store())
         numbers, offers = zip(*self.gather_objects((number, lifelines.offer)), strict=True)
         _last_number = max(numbers)
@@ -444,7 +444,7 @@ class Control:
         return other
 
     def leave(self) -> None:
-        """Take part in nothing more, and destroy the groups made by :meth:`separate`.
+        """Stop taking part in collectives, and destroy the groups made by :meth:`separate`.
 
         All ranks must have received everything sent there.
         """
@@ -456,7 +456,7 @@ class Control:
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler of tensors of newer dtypes too, such as float8, which torch does not read back."""
+    """A pickler that supports newer dtypes too, such as float8, which torch cannot unpickle."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.dtype in _READABLE:

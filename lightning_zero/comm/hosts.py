@@ -1,8 +1,8 @@
-"""The hosts of the ranks: the interface between them, and what tells that one is lost.
+"""The hosts of the ranks: the network interface between them, and the detection of lost ones.
 
 A host that loses its power or its network sends nothing, so connections to it do not break. Its
-kernel, which would answer even while its processes compute, load data or are stopped, is asked for
-a sign of life on connections that carry no messages of training::
+kernel, which answers even while its processes compute, load data or are stopped, gets keepalive
+probes on connections that carry no messages of training::
 
     every rank   its own connection to the store ends if the host of the store is lost
     rank 0       has an idle connection to one rank of each other host, which ends if that is lost
@@ -19,14 +19,14 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_IDLE, _BETWEEN, _QUESTIONS = 10, 5, 5
-LOST_SECONDS = _IDLE + _QUESTIONS * _BETWEEN
+_IDLE, _BETWEEN, _PROBES = 10, 5, 5
+LOST_SECONDS = _IDLE + _PROBES * _BETWEEN
 """Seconds without an answer after which a host counts as lost."""
 
 _OPTIONS = {
     "TCP_KEEPIDLE": _IDLE,
     "TCP_KEEPINTVL": _BETWEEN,
-    "TCP_KEEPCNT": _QUESTIONS,
+    "TCP_KEEPCNT": _PROBES,
     "TCP_USER_TIMEOUT": 1000 * LOST_SECONDS,
 }
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
@@ -64,7 +64,7 @@ def _sockets() -> set[tuple[int, str]]:
 
 
 def _own_address(other: str) -> str:
-    """Return this host's address on the way to another; empty if there is no way."""
+    """Return this host's address on the route to another; empty if there is none."""
     try:
         family, *_, address = socket.getaddrinfo(other, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

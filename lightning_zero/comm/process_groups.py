@@ -97,7 +97,7 @@ def group_for(
 
 
 def kept(purpose: str, make: Callable[[], Any]) -> Any:
-    """Return what ``make`` made for a purpose, and call it first if nothing is there yet."""
+    """Return what ``make`` has made for a purpose; call it once."""
     groups = _groups.setdefault(dist.group.WORLD, {})
     if purpose not in groups:
         groups[purpose] = make()
@@ -213,7 +213,7 @@ def failure_on_device() -> str:
 
     NCCL's thread notices a peer whose sockets close, while this rank may be blocked by its device,
     or by that very thread: from then on it lets no message begin, and a minute later ends the
-    process. Asking it is no request to the device.
+    process. The query does not touch the device.
     """
     with contextlib.suppress(ValueError):  # they end meanwhile
         for backend in itertools.chain.from_iterable(map(_backends_of, _device_groups())):

@@ -54,7 +54,7 @@ def data_group(mesh: DeviceMesh) -> Any:
 
 
 def share(value: Any, mesh: DeviceMesh) -> Any:
-    """Return ``value``; a tensor gets that of the first rank of the tensor-parallel group."""
+    """Return ``value``; a tensor is overwritten with the tensor-parallel group's first rank's."""
     if isinstance(value, Tensor):
         group = mesh[TENSOR].get_group()
         dist.broadcast(value, dist.get_global_rank(group, 0), group=group)
@@ -138,13 +138,13 @@ class _LentDTensor(DTensor):
 
 
 class _ReadDTensor(_LentDTensor):
-    """What reading a parameter from its module gives: it stands for the parameter."""
+    """The DTensor that a module returns for a parameter, for which it stands."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Hand what is asked of a parameter, not of its values, to the parameter."""
+        """Forward access to a parameter's attributes and hooks, not its values, to it."""
         if func in _OF_PARAMETERS and isinstance(args[0], cls):
             own = [_local(one, args[0]) for one in args[1:]]
             return _OF_PARAMETERS[func](args[0].parameter, *own, **(kwargs or {}))

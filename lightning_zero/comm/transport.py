@@ -107,7 +107,7 @@ class ReduceBuffer:
 
 
 class Verbs(ABC):
-    """The verbs that plain and quantized transports share."""
+    """The collectives of plain and of quantized transports."""
 
     size: int
 

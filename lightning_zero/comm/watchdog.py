@@ -66,7 +66,7 @@ from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.hosts import Lifelines, ending_when_silent
 
 OVER = "over"
-"""The note under ``end`` of a host that exits after a run that went well."""
+"""The note under ``end`` of a host that exits after a successful run."""
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -298,7 +298,7 @@ class Watchdog:
     # -- where this rank is ----------------------------------------------------------------------
 
     def place(self) -> Report | None:
-        """Return where this rank waits or may be blocked, or ``None`` if it is nowhere such."""
+        """Return where this rank waits or may be blocked; ``None`` if neither."""
         self._looks += 1
         count, seen, since = sum(dict(self._log.begun).values()), *self._quiet[1:]
         if count != self._quiet[0]:

@@ -1,7 +1,7 @@
 """The backward half of a step: its weights, its gradients, and its end.
 
 All ranks reduce gradients in one order, whatever each of them computes. A rank waits for a unit's
-reduction before it starts the next but one, so that whole gradients of at most two units are in
+reduction before it starts that of the next, so that whole gradients of at most two units are in
 memory. Waiting is safe only if every rank reduces the same units in the same order: two ranks that
 reduced what is ready, one expert here and another there, would wait for each other forever. So each
 backward pass has **turns**, the same on all ranks:

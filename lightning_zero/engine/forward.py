@@ -73,7 +73,7 @@ class Forward:
             Hook(module, self.after_root, self._skips_leave),
         )
         # Children too: a hook may call `self.net(x)`, and the root may hold some of its weights.
-        # Those without parameters, such as metrics, are nobody's concern.
+        # Children without parameters, such as metrics, need no hooks.
         for child in module.children():
             is_unit = any(child is unit.module for unit in inner)
             if not is_unit and any(True for _ in child.parameters()):
@@ -123,7 +123,7 @@ class Forward:
         self._prefetcher.prefetch()
         for unit in units[:-1]:
             weights = unit.weights
-            # Those that are there already, so that a compiler finds them.
+            # Those that are whole already, so that torch's compiler can inline their units.
             is_there = weights.residency is Residency.WHOLE and not weights.needs_ranks
             if is_there or unit.is_inlined:
                 weights.show_in_step(is_inlined=True)

@@ -43,7 +43,7 @@ class ShardedModel:
         flats: The flat parameters of all units.
         optimizers: The optimizers that step the pieces.
         scratch: The folder for what rests in files; ``None`` if nothing does.
-        moves_nothing: Whether the user asked for an offload to the memory where all is anyway.
+        moves_nothing: Whether the requested offload is to the memory that holds everything anyway.
         replicated: Frozen parameters that wrap tensors, by name: every rank keeps all of them.
         shown: The units whose whole masters are shown.
         compute: Makes units whole for a use in a step that computes with weights, or returns
@@ -230,7 +230,7 @@ class ShardedModel:
             part_of: Yield instead the whole tensors of which each rank holds ``part_of(piece)``, in
                 a dtype that can hold all parts of one flat buffer.
         """
-        # Whole weights that have been changed are stored without a word to other ranks.
+        # Edits of whole weights are stored without telling the other ranks.
         self.comm.fence(SyncPoint.EDIT)
         for flat in self.flats:
             if part_of is None:

@@ -47,7 +47,7 @@ def build_units(
 ) -> Iterator[Unit]:
     """Yield each unit, whose parameters belong to ``owner``, before the next one is built.
 
-    So no two units need memory for both forms.
+    So at most one unit is in memory both whole and sharded.
     """
     specs = specify_units(module, settings)
     # The first module that holds each parameter.

@@ -86,7 +86,7 @@ class Sharding:
         division = self.settings.division(self.world_size, self.num_processes)
         comm = Communicator(self.root_device, **division)
         if (axis := comm.mesh.tensor) is not None:
-            # They compute one forward together: a dropout of what each has whole drops the same.
+            # They compute one forward together: dropout of replicated activations must be the same.
             module = None if comm.device.type == "cpu" else torch.get_device_module(comm.device)
             own = None if module is None else module.get_rng_state(comm.device)
             states = comm.control.gather_objects((internals.random_states(), own))
@@ -141,7 +141,7 @@ class Sharding:
 
 
 def init_device(*, is_empty: bool | None) -> AbstractContextManager[Any]:
-    """Return the context in which a model is built: never on the accelerator, it may not fit."""
+    """Return the context in which a model is built: the accelerator may be too small for it."""
     return torch.device("meta") if is_empty else nullcontext()
 
 

@@ -121,7 +121,7 @@ class ZeROStrategy(SavingStrategy):
         with towards(self.cluster_environment.main_address):
             super().setup_environment()
         end_at_exit()
-        # When the strategy goes, as Fabric has no teardown. What an exception ends leaves at exit.
+        # Fabric has no teardown: when the strategy is freed, or at exit after an exception.
         weakref.finalize(self, _leave, self.engines).atexit = False
 
     @override
@@ -146,7 +146,7 @@ class ZeROStrategy(SavingStrategy):
         return found
 
     def _announce(self, engine: Engine) -> None:
-        """Print what a user wants to know of a module's training."""
+        """Print the startup summary of a module."""
         rank_zero_info(summary(engine, "a plain file, written by all ranks", self.num_processes))
         rank_zero_debug(engine.sharded.describe())
 
@@ -260,7 +260,7 @@ class ZeROStrategy(SavingStrategy):
 
 
 def _leave(engines: list[Engine]) -> None:
-    """Let these engines take part in nothing more."""
+    """Let these engines stop taking part in collectives."""
     for engine in engines:
         engine.comm.control.leave()
 

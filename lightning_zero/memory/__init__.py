@@ -11,7 +11,7 @@ live_bytes  bytes of all live tensors, and of what kernels keep besides
 states      optimizers on meta, and the bytes of their states
 walk        what rests, and the parts of a step with what a rank holds in each
 model       a model on meta with its optimizer and batch; ``estimate`` and its result
-report      bytes as people write them, tables, ``memory.json`` and the picture
+report      formatted bytes, tables, ``memory.json`` and its plot
 summary     what a strategy prints when training begins, and when memory runs out
 =========== =======================================================================================
 """

@@ -70,7 +70,7 @@ class Event:
     Attributes:
         before: The most bytes of activations alive since the previous event, including the gradient
             that has arrived.
-        now: Bytes of activations alive, but that gradient.
+        now: Bytes of activations alive, without that gradient.
         away: Bytes of activations kept in the memory of an accelerator's host.
     """
 

@@ -251,7 +251,7 @@ class ModelPlan:
         _require_sense(stage, world_size, rank, offload)
         rests: dict[Medium, Kinds] = {medium: dict.fromkeys(RESTING, 0) for medium in Medium}
         if stage == 0:
-            snapshots = self._under_ddp(rests, adds=num_microbatches > 1)
+            snapshots = self._under_ddp(adds=num_microbatches > 1)
         else:
             where = stage, world_size, rank, num_microbatches, offload
             snapshots = self._under_engine(rests, *where)
@@ -359,8 +359,8 @@ class ModelPlan:
         if asked.steps_by_unit and self._states.against_units:
             raise ValueError(self._states.against_units)
 
-    def _under_ddp(self, rests: dict[Medium, Kinds], *, adds: bool) -> list[Snapshot]:
-        """Return a step under DDP, and add to ``rests`` what a rank holds between steps."""
+    def _under_ddp(self, *, adds: bool) -> list[Snapshot]:
+        """Return a step under DDP."""
         parameters = list(self.module.parameters())
         trainable = [p for p in parameters if p.requires_grad]
         total = sum(p.nbytes for p in trainable)
@@ -445,8 +445,8 @@ def estimate(
             ``meta``), or a number of parameters. With ``tensor_parallel_size``, a function of the
             device mesh, or a module whose ``configure_model`` builds and cuts it.
         strategy: A registered name, such as ``"zero3"``, a ``ZeROStrategy(...)``, or ``"ddp"``.
-            Offload to host memory, or of a share, is assumed to be to that beside an accelerator,
-            and so is offload of activations, also with ``device="cpu"``.
+            Offload to host memory, activations included, is assumed to be from an accelerator, also
+            with ``device="cpu"``.
         world_size: Number of ranks.
         precision: As in ``Trainer(precision=...)``.
         optimizer: Makes an optimizer from a list of parameters, or its name in ``torch.optim``; by

@@ -1,4 +1,4 @@
-"""Bytes as people write them: numbers, tables, ``memory.json`` and a picture, ``memory.svg``."""
+"""Formatted bytes, tables, ``memory.json`` and a plot, ``memory.svg``."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def estimate_table(estimates: Sequence[Estimate]) -> str:
 def write_report(
     folder: Path, estimates: Sequence[Estimate], limit: int | None = None
 ) -> list[Path]:
-    """Write ``memory.json`` and, if matplotlib is installed, a picture; return what was written.
+    """Write ``memory.json`` and, if matplotlib is installed, a plot; return what was written.
 
-    The picture shows a step of the last estimate with units, and a device's ``limit`` as a line.
+    The plot shows a step of the last estimate with units, and a device's ``limit`` as a line.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = [_facts_of(found) for found in estimates]

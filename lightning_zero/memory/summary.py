@@ -57,7 +57,7 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     device, missing = engine.sharded.settings.device, "activations"
     try:
         rests = resting(engine)
-    except Exception:  # what steps toys is the user's code, and a summary ends no run
+    except Exception:  # toys run the user's code, whose errors must not end the run
         rests, missing = resting(engine, counts_states=False), "activations and states"
     away = {
         word: sum(count for row, count in rests.items() if row.startswith(f"{word} "))
@@ -135,7 +135,7 @@ def explain(error: BaseException, engine: Engine) -> None:
     """Add to torch's out-of-memory error what this rank holds, and what to try next."""
     is_new = isinstance(error, torch.OutOfMemoryError) and not getattr(error, "__notes__", ())
     if is_new and hasattr(error, "add_note"):  # from Python 3.11 on
-        with contextlib.suppress(Exception):  # an explanation may not hide the error
+        with contextlib.suppress(Exception):  # an explanation must not hide the error
             error.add_note(out_of_memory(engine))
 
 
@@ -172,13 +172,13 @@ def out_of_memory(engine: Engine) -> str:
 
 
 def allocated_on(device: torch.device) -> int:
-    """Return the bytes that torch has allocated on an accelerator, if it tells."""
+    """Return the bytes that torch has allocated on an accelerator, 0 if unknown."""
     count = getattr(getattr(torch, device.type, None), "memory_allocated", None)
     return 0 if count is None else int(count(device))
 
 
 def of_device(device: torch.device) -> str:
-    """Return what this process has and may still take of an accelerator that tells, in words."""
+    """Return the bytes that this process can use on an accelerator, in words, if known."""
     module = getattr(torch, device.type, None)
     if module is None or not hasattr(module, "mem_get_info"):
         return ""

@@ -4,7 +4,7 @@ At rest a model is a list of **terms**, one per unit, made from the specs that a
 buffers from. In a step a rank also holds the whole weights of the root and of the units in use or
 prefetched, the unreduced gradients of the unit in backward and of the one being reduced, and
 activations. Which unit is whole, and when its gradients are reduced, follows the engine's rules
-(``engine/schedule``, ``engine/reduction_order``) in a step whose order of units is that of the step
+(``engine/schedule``, ``engine/backward``) in a step whose order of units is that of the step
 before.
 """
 

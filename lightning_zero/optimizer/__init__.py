@@ -7,7 +7,7 @@ toys        copies of optimizers that own toy parameters, and the sizes of state
 attached    what engines attach to an optimizer: objects, and functions in place of its methods
 pieces      members of groups, and parts of states
 steppers    what an optimizer shows between steps and holds within: parameters and their states;
-            it steps by element unless it is one of these two
+            it steps by element unless it is one of the next two
 whole_step  steps of whole parameters, for optimizers that mix their elements
 unit_step   steps unit by unit, for states that do not rest as they are stepped:
 staging     in files

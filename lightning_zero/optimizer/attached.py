@@ -1,4 +1,4 @@
-"""Objects attached to the user's optimizer: what it keeps beside them, and calls that they see."""
+"""Objects attached to the user's optimizer, and functions in place of its methods."""
 
 from __future__ import annotations
 

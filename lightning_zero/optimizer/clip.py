@@ -19,7 +19,7 @@ from lightning_zero.tensors import internals
 
 
 def grads_of(pieces: Sequence[Piece]) -> list[dict[int, Tensor]]:
-    """Return the reduced gradients of ``pieces`` by index, one dictionary for each memory."""
+    """Return the reduced gradients of ``pieces`` by index, those on device and host apart."""
     settle(pieces)
     found: dict[bool, dict[int, Tensor]] = {}
     for number, piece in enumerate(pieces):

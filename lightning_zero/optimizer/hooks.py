@@ -338,7 +338,7 @@ class OptimizerHooks:
         drops = kwargs.get("set_to_none", args[0] if args else True)
         if not self._call.is_begun:
             if drops and getattr(method, "__func__", None) is Optimizer.zero_grad:
-                drop(self._pieces)  # without a look at each
+                drop(self._pieces)  # without visiting each parameter
             return method(*args, **kwargs)
         if self.verdict.way is Way.ALL_AT_ONCE or not drops:
             return method(*args, **kwargs)

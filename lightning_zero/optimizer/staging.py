@@ -87,7 +87,7 @@ Sized = TypeVar("Sized", bound=HasBytes)
 
 @dataclass(frozen=True)
 class PiecePart(Generic[Sized]):
-    """Bytes ``[start, stop)`` of a piece; of a small one, all."""
+    """Bytes ``[start, stop)`` of a piece; all of a small one."""
 
     piece: Sized
     start: int

@@ -99,7 +99,7 @@ class Stepper(OfOptimizer):
         return False
 
     def attach(self, comm: Communicator) -> None:
-        """Be what :func:`stepper_of` returns for the optimizer, which is within a step then."""
+        """Become the optimizer's stepper; it then holds what it steps, as within a step."""
         self.comm = comm
         if self.way is not Way.ALL_AT_ONCE:
             self._states, self.is_hidden = WholeStates(self), True
@@ -244,14 +244,14 @@ class Stepper(OfOptimizer):
     # -- a step ----------------------------------------------------------------------------------
 
     def mean_of(self, loss: Any) -> Any:
-        """Return what a closure's loss is to the optimizer."""
+        """Return a closure's loss as the optimizer sees it."""
         return loss
 
     def begin(self) -> None:
-        """Prepare for the user's own call on what is then in the param groups."""
+        """Prepare the members of param groups for the user's call of ``step``."""
 
     def end(self) -> None:
-        """Take in what that call has stepped."""
+        """Store the results of that call."""
 
     def follow_gradients(self) -> None:
         """Drop gradients of what is stepped that code within the step has dropped."""
@@ -325,7 +325,7 @@ def kept_states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Any]]:
 
 
 def end(optimizer: Optimizer) -> None:
-    """Let an optimizer refuse what needs the engine that owns its pieces, which has ended."""
+    """Note that the run has ended: what needs its engine raises from now on."""
     stepper_of(optimizer).comm = None
 
 
@@ -393,7 +393,7 @@ class WholeStates(MutableMapping[Any, Any]):
 
     Looking a state up gathers it, so all ranks do so together. It is this rank's copy, whose
     changes become the optimizer's when the next step begins, or whatever else needs the states.
-    Whoever keeps it longer keeps a copy of what it was.
+    Kept any longer, it is a stale copy.
 
     Attributes:
         parts: What this rank keeps, by what is stepped.

@@ -46,8 +46,8 @@ class Edits:
     Attributes:
         versions: The parameters' versions without such changes.
         is_exposed: Whether the weights may be changed without their version counters.
-        in_step: Whether code of a step has the weights, and not just their module's forward.
-        handed_out: Weak references to data of parameters that others got, and may have still.
+        in_step: Whether any code of a step has the weights, not just their module's forward.
+        handed_out: Weak references to tensors over the weights' memory that user code was given.
     """
 
     def __init__(self, parameters: list[Parameter]) -> None:
@@ -73,11 +73,11 @@ class Edits:
 
     @property
     def is_held(self) -> bool:
-        """Return whether somebody has the data of a parameter."""
+        """Return whether user code still holds the data of a parameter."""
         return any(ref() is not None for ref in self.handed_out)
 
     def require_free(self, place: Tensor, name: str) -> None:
-        """Raise a ``RuntimeError`` if somebody has data at ``place``, that of a parameter."""
+        """Raise a ``RuntimeError`` if user code holds data at ``place``, that of a parameter."""
         first, size = place.data_ptr(), place.nbytes
         for ref in self.handed_out:
             tensor = ref()

@@ -43,7 +43,7 @@ from lightning_zero.parameters.stores import Store
 from lightning_zero.tensors import Work, internals, lasting_tensors, runs_outside
 
 SLOT: Any = Tensor.grad
-"""Torch's own property, empty but for the time from autograd to :meth:`FlatGradients.take`."""
+"""Torch's own property, empty except between autograd and :meth:`FlatGradients.take`."""
 _SMALL_BYTES = 2**14
 """Gradients up to this size are moved together: one call each would cost more than the copy."""
 _MOST_TOGETHER = 32
@@ -439,9 +439,9 @@ class FlatGradients:
                     piece.grad.copy_(piece.range.part_of(whole))
 
     def drop(self, index: int) -> None:
-        """Drop the gradient of a parameter; who keeps it, keeps its values.
+        """Drop the gradient of a parameter; a reference that user code keeps stays valid.
 
-        To be called where torch does not ask the classes of tensors.
+        Call it with ``__torch_function__`` of subclasses disabled.
         """
         if self.lent:
             self.settle(index)
@@ -520,7 +520,7 @@ def _of_another(piece: Piece, other: Piece) -> RuntimeError:
 def settle(pieces: Iterable[Piece]) -> list[Tensor]:
     """Write back what users have changed of gradients; return the whole ones that they still see.
 
-    Who changes the ``grad`` of pieces afterwards changes these too.
+    Code that changes the ``grad`` of pieces afterwards must change these too.
     """
     owners = {id(piece.gradients): piece.gradients for piece in pieces}
     seen: list[Tensor] = []

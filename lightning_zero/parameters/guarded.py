@@ -74,6 +74,7 @@ class Ownership:
     Attributes:
         name: The parameter's qualified name.
         group_of: Returns its group; ``None`` if it was released or its engine is gone.
+        index: The parameter's index in its group.
         dtype: The dtype of the parameter's master.
         stride: The parameter's stride before it was owned.
         former: The memory that it had before, not kept alive.
@@ -183,7 +184,7 @@ _OF_MASTER: dict[Any, Callable[[torch.dtype, Any], Any]] = {
     Tensor.element_size: lambda dtype, _: dtype.itemsize,
     Tensor.nbytes.__get__: lambda dtype, p: dtype.itemsize * p.numel(),  # type: ignore[attr-defined]
 }
-"""Metadata that are the master's while a parameter is guarded."""
+"""Metadata of the master, which a guarded parameter shows."""
 
 _UNRECORDED = {properties.GET_DATA, properties.SET_DATA, Tensor.detach, torch.detach}
 """Uses that autograd never records."""
@@ -241,7 +242,7 @@ class Guarded(_Owned):
         if func in properties.METADATA and func not in properties.CREATING:
             if func in _OF_MASTER and isinstance(args[0], Guarded):
                 return _OF_MASTER[func](ownership_of(cast(Parameter, args[0])).dtype, args[0])
-            with internals.as_plain_tensors():  # what is asked of each of many parameters
+            with internals.as_plain_tensors():  # code may call these for each of many parameters
                 return func(*args, **kwargs)
         if func is Tensor.copy_ and [isinstance(a, Guarded) for a in args[:2]] == [True, False]:
             # What `load_state_dict` does: writing a whole value needs no gather.

@@ -110,7 +110,7 @@ class Store:
 
     1. :meth:`weights` and :attr:`masters` at the beginning.
     2. :attr:`gather_weights` whenever weights become whole: ``gather_weights(out, unit=, tag=)``
-       starts to fill ``out`` (``[num_shards * n]``) from every rank's shard, in few bits if the
+       starts to fill ``out`` (``[num_shards * n]``) from every rank's shard, quantized if the
        plan says so; :attr:`gather_masters` for whole masters, without loss.
     3. :meth:`reduced` for the result of a reduction, then :meth:`accumulate` it, which may call
        :meth:`sum_over_copies`.
@@ -299,7 +299,7 @@ class HostStore(Store):
 
     Every rank copies its own shard up to its place in the whole, and the devices gather. Pinned
     memory is sent as it is, and cast on the device. Files are read, and cast, by threads
-    (:class:`~lightning_zero.tensors.Uploads`). Where the plan keeps weights in pinned memory
+    (``tensors/transfers``). Where the plan keeps weights in pinned memory
     besides their masters, they are cast once after each change: by :meth:`cast` after a step,
     otherwise on the way of the next gather.
     """
@@ -379,7 +379,7 @@ class HostStore(Store):
     ) -> tuple[Tensor, Work]:
         """Start to copy a unit's reduced shard down; what rests comes up to be added.
 
-        The host would be held up by additions of its own, and only devices sum over the copies.
+        Additions on the host would block it, and only devices sum over the copies.
         """
         below = self.gradients() if resting is None else resting
         note = functools.partial(self.comm.transport.ledger.note, unit)
@@ -399,15 +399,15 @@ class HostStore(Store):
 class ShardsOnDevice(HostStore):
     """A store of masters in host memory or files, whose sharded weights rest on the device.
 
-    A gather reads the device's shard. A change of the masters is brought up to it once: after an
-    optimizer step at once, otherwise before the next gather.
+    A gather reads the device's shard. A change of the masters is uploaded once: right after an
+    optimizer step, otherwise before the next gather.
     """
 
     @override
     def _rest(self, masters: Shards) -> None:
         super()._rest(masters)
         self.gather_weights = self._gather_from_device
-        # The way up of the last change, and the change; it may have been abandoned.
+        # The upload of the last change, and that change's number; it may have been abandoned.
         self._up: Work | None = None
         self._up_as_of = (-1, -1)
 

@@ -127,7 +127,7 @@ class _Uses(fx.Tracer):
 
 @contextmanager
 def _without_draws() -> Iterator[None]:
-    """Enter a context whose random draws are undone."""
+    """Enter a context that restores the random number generators at its end."""
     numpy, states = sys.modules.get("numpy"), random.getstate()
     of_numpy = numpy and numpy.random.get_state()
     try:
@@ -148,7 +148,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 
 def _own(value: Any) -> Any:
-    """Return a tensor, other than a parameter, or a container of some as a copy."""
+    """Copy a tensor that is no parameter, or a container of tensors; return all else as it is."""
     if isinstance(value, Tensor):
         return value if isinstance(value, Parameter) else value.detach().clone()
     if not isinstance(value, dict | list | set):

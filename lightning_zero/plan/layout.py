@@ -98,7 +98,7 @@ class Layout:
         """Return the range of each slot that ``rank`` owns: start, stop, and its place in a shard.
 
         Elements are counted in memory order from the slot's first, and the place from the first of
-        the rank's shard. An empty piece has zeros.
+        the rank's shard. An empty piece is all zeros.
         """
         first, last = self.shard(rank)
         found = []

@@ -104,8 +104,8 @@ class Plan:
     ``grad`` is the home of gradients between microbatches; they are reduced in its dtype. A reduced
     gradient has the master's dtype, because the optimizer reads it. ``states`` is the medium of
     optimizer states, by default that of the masters. ``gather_bits`` and ``reduce_bits`` are the
-    bits per element of weights and gradients that travel in code. ``stochastic_rounding`` lends
-    masters and states to the optimizer in fp32.
+    bits per element of weights and gradients that are sent quantized. ``stochastic_rounding`` gives
+    the optimizer fp32 copies of masters and states.
     """
 
     weight: Home
@@ -143,7 +143,7 @@ class Plan:
 
     @cached_property
     def is_cast(self) -> bool:
-        """Return whether whole weights show fewer digits than their masters have."""
+        """Return whether whole weights have less precision than their masters."""
         return self.weight.dtype is not self.master.dtype or self.gather_bits is not None
 
     @cached_property
@@ -155,7 +155,7 @@ class Plan:
     def keeps_cast_weights(self) -> bool:
         """Return whether an accelerator's host holds sharded weights besides their masters.
 
-        They are cast in host memory once for all gathers of a step, and half as large on the way.
+        They are cast in host memory once per step, which halves the bytes of each upload.
         """
         in_memory = self.weight.medium is self.master.medium is Medium.HOST
         return in_memory and self.weight.dtype is not self.master.dtype
@@ -243,7 +243,7 @@ class Offload:
         return len(media) == 1 and (device.type != "cpu" or media == {"nvme"})
 
     def on(self, device: torch.device) -> Offload | None:
-        """Return what moves anything from ``device``: nothing goes from the host to its memory."""
+        """Return this offload, or ``None`` if it moves nothing: ``device`` is the host itself."""
         stays = device.type == "cpu" and {self.optimizer, self.weights} <= {"cpu", None}
         return None if stays and not self.runs_on(device) else self
 

@@ -120,7 +120,7 @@ def strategy_arguments(name: str) -> dict[str, Any]:
 
 
 def _is_group(word: str | int) -> tuple[Callable[[Any], bool], str]:
-    """Return what a number of ranks may be, checked and in words."""
+    """Return a check of a number of ranks, and in words what it allows."""
 
     def allowed(value: Any) -> bool:
         is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -130,7 +130,7 @@ def _is_group(word: str | int) -> tuple[Callable[[Any], bool], str]:
 
 
 def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return that a setting has one of these values, checked and in words."""
+    """Return a check that a setting has one of these values, and these in words."""
     return values.__contains__, " or ".join(map(repr, values))
 
 
@@ -154,15 +154,15 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or value.is_floating_point, "a floating-point dtype",
     ),
 }  # fmt: skip
-"""The settings that are checked on their own: what they may be, and that in words."""
+"""The check of each setting by itself, and in words what it allows."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """The user's settings of a run; ``ZeROStrategy`` documents each of them.
 
-    Under a Trainer ``broadcast_in_calls`` is off: there a step stands for DDP's forward and
-    broadcasts buffers, and a call of the module in a hook, which would bypass DDP, does not.
+    Strategies turn ``broadcast_in_calls`` off: their steps stand for DDP's forward and broadcast
+    buffers, and a call of the module in a hook, which would bypass DDP, does not.
     """
 
     stage: int = 3
@@ -298,7 +298,7 @@ class Settings:
     def division(self, world_size: int, ranks_on_node: int | None = None) -> dict[str, Any]:
         """Return the arguments of a ``Communicator`` that say how it divides the ranks.
 
-        Ranks do not read each other's memory if anything is coded: code travels only in messages.
+        Ranks do not read each other's memory if anything is quantized: codes are sent as messages.
 
         Raises:
             ValueError: The ranks cannot be divided so, or it is not known how many share a node.

@@ -185,7 +185,7 @@ def _common_owner(chains: list[tuple[str, ...]]) -> str:
 
 
 def stays_whole(parameter: Tensor) -> bool:
-    """Return whether a parameter is a wrapper of tensors, such as one of torchao's in 8 bits.
+    """Return whether a parameter is a wrapper of tensors, such as torchao's 8-bit weights.
 
     A flat buffer cannot hold it: if it is frozen, every rank keeps all of it, like a buffer.
     """
@@ -294,7 +294,7 @@ def _specify_flat_parameters(
         kind = dtype, is_cast, trainable = (
             one[1].dtype, id(one[1]) not in uncast, one[1].requires_grad
         )  # fmt: skip
-        if kind not in kinds:  # of very many parameters, there are few
+        if kind not in kinds:  # kinds are few, even of very many parameters
             plan = settings.plan(dtype, is_cast=is_cast, trainable=trainable)
             kinds[kind] = groups.setdefault((plan, trainable), [])
         kinds[kind].append(one)

@@ -1,12 +1,12 @@
-"""Facts about torch tensors, and memory and files for them, on which everything else builds.
+"""Torch tensors, their memory and files, on which everything else builds; nothing about ZeRO.
 
 ========== =====================================================================================
-contexts   lasting tensors, outside of user code's contexts, no garbage collection, profiles
+contexts   ordinary tensors, leaving modes, pausing garbage collection, profiler ranges
 nested     the tensors in nested values, and in tensors that wrap others
 properties torch's functions, grouped by what they need of a tensor's memory
 memory     chunk sizes, storages counted while they are alive, huge pages, mapped files
 transfers  copies between a device, its host and files by threads and streams, for offload
-scratch    unnamed files, in which tensors rest
+scratch    unnamed files that hold tensors
 internals  every private name of torch in use, with the reason
 ========== =====================================================================================
 """

@@ -1,4 +1,4 @@
-"""Contexts: of lasting tensors, outside of user code, of many objects, of profiles."""
+"""Contexts: ordinary tensors, leaving modes, no garbage collection, and profiler ranges."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def lasting_tensors() -> contextlib.AbstractContextManager[None]:
     An inference tensor could never be saved for a later backward.
     """
     # Already the case in a backward pass, where entering two contexts costs more than a tensor.
-    is_so = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    return _NOTHING if is_so else _lasting_tensors()
+    is_active = not torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return _NOTHING if is_active else _lasting_tensors()
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Step out of transforms of ``torch.func``, function modes (a default device) and fakes."""
+    """Leave transforms of ``torch.func``, function modes (a default device) and tracing modes."""
     levels, functions, fakes = [], [], []
     try:
         while internals.func_level() is not None:
@@ -62,7 +62,7 @@ def runs_outside(function: _Function) -> _Function:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Written out where events of every unit pass, too: a call of Python saved for each.
+        # Inlined where events of every unit pass, to save a Python call for each.
         if internals.function_modes() or internals.dispatch_modes() or internals.func_level():
             with outside():
                 return function(*args, **kwargs)
@@ -73,11 +73,11 @@ def runs_outside(function: _Function) -> _Function:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Enter a context in which Python does not look for reference cycles.
+    """Enter a context in which Python's cyclic garbage collector is off.
 
-    It looks again and again while many objects are made, each time at all that the process has. So
-    a model of many small tensors pays for it more than for their setup, save or load. Whatever no
-    reference leads to is freed here as ever.
+    While many objects are created it runs repeatedly, each time over all objects of the process.
+    For a model of many small tensors that takes longer than their setup, save or load itself.
+    Reference counting frees objects as usual.
     """
     if not gc.isenabled():  # within another such context, or by the user's choice
         yield
@@ -100,9 +100,6 @@ def unseen() -> contextlib.AbstractContextManager[object]:
     this context works get no range; the range of the verb that starts them remains.
     """
     return _without_ranges() if internals.profiler_is_enabled() else _NOTHING
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager

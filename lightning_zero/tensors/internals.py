@@ -56,7 +56,7 @@ is_func_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wra
 def before_func_wraps(note: Callable[[Tensor], None]) -> None:
     """Call ``note`` with each argument that a transform of ``torch.func`` is about to wrap.
 
-    Its class is not asked then, nor by what is computed from the wrapper; torch has no hook.
+    ``__torch_function__`` is called neither then nor for results; torch has no hook.
     """
 
     def noting(wrap: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,8 +68,8 @@ def before_func_wraps(note: Callable[[Tensor], None]) -> None:
 
         return noted
 
-    for room, name in ((_transforms, "_wrap_tensor_for_grad"), (_vmap, "_add_batch_dim")):
-        setattr(room, name, noting(getattr(room, name)))
+    for module, name in ((_transforms, "_wrap_tensor_for_grad"), (_vmap, "_add_batch_dim")):
+        setattr(module, name, noting(getattr(module, name)))
 
 
 is_tracing: Callable[[], Any] = torch._C._get_tracing_state
@@ -116,7 +116,7 @@ _USES_OF_ONE = _uses_of_memory(torch.empty(1))
 def has_memory_alone(tensor: Tensor) -> bool:
     """Return whether no other tensor, array or storage object refers to a tensor's memory.
 
-    There is no public count; torch's CUDA graphs ask for the same one.
+    There is no public count; torch's CUDA graphs use the same one.
     """
     return _uses_of_memory(tensor) == _USES_OF_ONE
 
@@ -127,12 +127,12 @@ make_wrapper = Tensor._make_wrapper_subclass
 may_hold: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
 """Whether ``tensor.data`` takes another tensor, as ``nn.Module.to`` asks.
 
-It takes none of the meta device, nor of an accelerator that torch has no name of its own for.
+Not a tensor on the meta device, nor on an accelerator of a backend outside of torch.
 """
 
 
 def take_contents(tensor: Tensor, other: Tensor) -> None:
-    """Make a tensor in C++ what another is, and let it keep its gradient hooks.
+    """Swap a tensor's C++ implementation with another's, and keep its gradient hooks.
 
     ``torch.utils.swap_tensors`` loses them, and refuses tensors that an autograd graph or a weak
     reference knows; a graph keeps what it has saved.
@@ -143,8 +143,8 @@ def take_contents(tensor: Tensor, other: Tensor) -> None:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Return whether other tensors lie in a tensor's memory; no public name tells."""
-    # Besides the tensor, the storage that is asked counts.
+    """Return whether other tensors share a tensor's storage; torch has no public call for it."""
+    # The tensor and this storage object count, too.
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)
 
 
@@ -257,7 +257,7 @@ def is_called_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -
 
 @contextlib.contextmanager
 def without_hooks_of_all_steps() -> Iterator[None]:
-    """Enter a context without the hooks on the steps of all optimizers; torch can only add some."""
+    """Enter a context without the global step hooks of optimizers; torch has no public one."""
     places: Any = (
         _optimizers._global_optimizer_pre_hooks,
         _optimizers._global_optimizer_post_hooks,

@@ -1,4 +1,4 @@
-"""Memory: sizes of chunks, storages that are counted, huge pages, mapped files."""
+"""Chunk sizes, counted storages, huge pages and memory-mapped files."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ def ask_for_large_pages(tensor: Tensor) -> None:
 
 
 def fault_in(tensors: Sequence[Tensor]) -> None:
-    """Let the system bring in the pages of host memory that is about to be changed.
+    """Fault in the pages of host memory that is about to be written.
 
-    Those of a mapped file, once the system has written it, would each stop the thread that changes
-    them. Pages that are there cost nothing, and a system without this leaves all as it is.
+    After writeback of a mapped file, the first write to each page would stall the thread. Resident
+    pages cost nothing, and a system without this advice does nothing.
     """
     for tensor in tensors:
         if sys.platform == "linux" and tensor.device.type == "cpu":

@@ -1,7 +1,7 @@
 """The tensors in nested values, and in tensors that wrap others, such as states in 8 bits.
 
-Wrappers are taken apart and made again as ``pickle`` does: by their attributes, so that a class
-needs no operation for it.
+Wrappers are taken apart and rebuilt from their attributes, as ``pickle`` does, so that a class
+needs no support for it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _children(value: Any, *, within_objects: bool) -> Sequence[Any]:
 
 
 def can_wrap(cls: type) -> bool:
-    """Return whether tensors of a class answer torch's operations themselves."""
+    """Return whether a class of tensors overrides ``__torch_dispatch__``."""
     return issubclass(cls, Tensor) and cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 

@@ -59,7 +59,7 @@ class Scratch:
         return False
 
     def promise(self, nbytes: int) -> Room:
-        """Count ``nbytes`` as taken until files use them; return what is taken so, and is free.
+        """Count ``nbytes`` as taken until files use them; return the taken and the free bytes.
 
         Raises:
             OSError: The folder cannot be written to.

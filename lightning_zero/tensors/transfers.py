@@ -9,7 +9,7 @@ again as soon as it has been emptied::
 
 A step from files fills buffers by reading states, and empties them by writing the states. Uploads
 to a device fill them from files or cast to them, while the device computes: what it reads must be
-pinned, or the copy would hold up the host. The copies are sent when one waits for them: those of
+pinned, or the copy would block the host. Copies are sent when an upload is waited for, those of
 earlier uploads first, so that collectives behind them begin in the same order on all ranks.
 """
 
@@ -43,7 +43,7 @@ class Work(Protocol):
 PAGE = 4096
 """The alignment of offsets in files, and of addresses and sizes of memory, for direct I/O."""
 CHUNK_BYTES = 4 * 2**20
-"""The most bytes that are moved at once: smaller chunks are slower, larger ones only larger."""
+"""The most bytes that are moved at once: smaller chunks are slower, larger ones no faster."""
 NUM_BUFFERS = 4
 """The most chunks in flight."""
 _NUM_THREADS = 2
@@ -482,7 +482,7 @@ class HostCopies:
     ) -> Work:
         """Start to copy ``source`` to the device, then ``then``; return one work for both.
 
-        The device casts it to the dtype of ``out``: that would hold up the host. ``after`` is the
+        The device casts it to the dtype of ``out``: that would block the host. ``after`` is the
         copy that brings ``source`` to the host, if it may still be under way.
         """
         if self._up_stream is None:

@@ -1,4 +1,4 @@
-"""The only folder that knows Lightning: the strategy, its precision, callbacks and monitors.
+"""ZeRO in the Trainer: the strategy, its precision, callbacks and monitors.
 
 - ``strategy``: ``ZeROStrategy``, between the Trainer and the engine
 - ``checkpointing``: ``SavingStrategy``, its base class, saves and loads checkpoints
@@ -9,7 +9,7 @@
 - ``precision``: ``ZeROPrecision``: casting, loss scaling and clipping on pieces
 - ``callbacks``: Lightning's callbacks that read or write weights, adapted to shards
 - ``memory_monitor``: a callback that logs bytes
-- ``internals``: every private name of Lightning in use
+- ``internals``: every private name of the Trainer in use; those of Fabric are in ``fabric``
 """
 
 from lightning_zero.trainer.memory_monitor import MemoryMonitor

@@ -121,7 +121,7 @@ class SavingStrategy(SteppingStrategy):
 
     @property
     def _writes_files(self) -> bool:
-        """Return whether we write checkpoints, not a ``CheckpointIO`` of the user."""
+        """Return whether this package writes checkpoints, not a ``CheckpointIO`` of the user's."""
         return writes_files(self._plugins[-1])
 
     @override

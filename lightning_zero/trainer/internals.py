@@ -1,6 +1,6 @@
 """Every private name of Lightning in use, each with its reason.
 
-Lightning may change them in any release, so nothing else in the package uses one, and a test checks
+Lightning may change them in any release, so nothing else in this folder uses one, and a test checks
 that Lightning still has them. ``ZeROStrategy`` also inherits some from ``DDPStrategy``:
 
 - ``_precision_plugin``: read by the connector to see whether the user passed a precision plugin

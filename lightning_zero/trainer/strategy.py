@@ -279,7 +279,7 @@ class ZeROStrategy(SavingStrategy):
             self._require_savable(optimizer)
 
     def _announce(self) -> None:
-        """Print what a user wants to know of a run, unless an earlier one has printed the same."""
+        """Print the startup summary of a run, unless an earlier run has printed the same."""
         assert self.engine is not None
         units, steps = self.engine.sharded.describe(), self.engine.steps
         known, known_steps = self._announced
