@@ -1,4 +1,4 @@
-"""What all formats share: the record of a checkpoint's origin, and errors that name the file."""
+"""Code of all formats: the record of a checkpoint's origin, and errors that name the file."""
 
 from __future__ import annotations
 

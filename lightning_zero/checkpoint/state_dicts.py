@@ -171,7 +171,7 @@ class _ModuleLoad(TorchFunctionMode):
     def __init__(self, module: nn.Module, engine: Engine | None) -> None:
         super().__init__()
         self._module, self._engine = module, engine
-        # By the id, whatever Python object a hook asks for; the names are for errors.
+        # By id; the names are for errors.
         tensors = {**dict(module.named_buffers()), **dict(module.named_parameters())}
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._noted: list[tuple[Tensor, Any, int]] = []

@@ -48,7 +48,7 @@ class ShardedValue(Tensor):
         facts: Shape, stride and dtype of the whole, to be read without a call of torch.
         control: The ranks that have the parts; ``None`` if they cannot be gathered.
         is_own: Whether it is a tensor of its own, not the module's or the optimizer's.
-        value: The whole tensor, once one of its own was used, or its address was taken.
+        value: The whole tensor once it was read, if ``is_own``, or once its address was taken.
     """
 
     key: str

@@ -53,7 +53,7 @@ class CollectiveLog:
         step: Optimizer steps that have ended.
         events: What has happened since the last sync point that must happen in the same order on
             all ranks.
-        untagged: The last collective that only its order tells from others, if there was one.
+        untagged: The last collective that only its order identifies, if there was one.
         explain: Called with the error of a collective that failed; may raise a better one.
         verdict: The error that ended the run on all ranks: every collective raises it.
         begun: How many collectives of each channel have begun.
@@ -79,7 +79,7 @@ class CollectiveLog:
         return CollectiveId(name, channel, self.begun[channel])
 
     def begin_untagged(self, name: str, channel: str) -> CollectiveId:
-        """Note that this rank begins a collective that only its order tells from others."""
+        """Note that this rank begins a collective that only its order identifies."""
         collective = self.untagged = self.begin(name, channel)
         self.events.append(name)
         return collective

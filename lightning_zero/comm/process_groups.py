@@ -203,9 +203,9 @@ def give_up() -> None:
         # Of all peers, as the connection to one that has exited breaks without closing the others.
         for peer in {*dist.get_process_group_ranks(group)} - {dist.get_rank()}:
             with contextlib.suppress(RuntimeError):
-                nobody = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=2**20)
-                assert nobody is not None
-                nobody.wait(timedelta(milliseconds=1))
+                unsent = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=2**20)
+                assert unsent is not None
+                unsent.wait(timedelta(milliseconds=1))
 
 
 def failure_on_device() -> str:

@@ -252,7 +252,7 @@ class Transport(Verbs):
     def share(self, extents: Iterable[Extent]) -> Generator[Shards, None, None]:
         """Yield memory for masters, with views of every rank's where peers can be read.
 
-        Each is allocated when it is asked for, so that what it replaces can be freed first.
+        Each is allocated on demand, so that what it replaces can be freed first.
         """
         for numel, dtype, scratch in extents:
             yield Shards((self._lasting if scratch is None else scratch.tensor)(numel, dtype))

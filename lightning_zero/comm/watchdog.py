@@ -12,8 +12,8 @@ Ranks fail in five ways, and each is found in one::
 
 There are two kinds of notes in the store::
 
-    end       the error that ends the run; whoever writes first, wins
-    place/r   where rank r waits; empty while it goes on; "left" when it asks for nothing more
+    end       the error that ends the run; the first to write wins
+    place/r   where rank r waits; empty while it goes on; "left" when it needs nothing more
 
 A thread of each rank looks at them four times a second::
 
@@ -151,7 +151,7 @@ class Reports:
         return self._store.get(self._end).decode() if self._store.check([self._end]) else ""
 
     def wait_until_left(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until all ranks have left, which ask for nothing more."""
+        """Wait at most ``seconds`` until all ranks have left."""
         deadline = monotonic() + seconds
         while monotonic() < deadline:
             reports = self.get()
@@ -435,7 +435,7 @@ class Watchdog:
 
     def cut_off(self) -> None:
         """End the run on this rank, as the host of the store, which is rank 0's, is lost."""
-        self._has_left = True  # and asks for nothing more
+        self._has_left = True  # and needs nothing more
         if self.lifelines is not None and not self._log.verdict:
             self._log.verdict = self.lifelines.lost_with(0)
             log.error("%s", self._log.verdict)

@@ -11,7 +11,7 @@ forward, backward  the event handlers of its two halves
 module_hook        hooks on modules and parameters, safe to copy and to compile
 schedule           the order in which units are needed, prefetching, and `join`
 rank_check         what must be equal on all ranks: models, settings, optimizers
-activations        activations that are recomputed, or offloaded to host memory
+activations        activation checkpointing, and offload of activations to host memory
 """
 
 from lightning_zero.engine.activations import (

@@ -1,4 +1,4 @@
-"""Activations that are recomputed in backward, or that wait for it in host memory.
+"""Activation checkpointing, and offload of activations to host memory.
 
 **Checkpointing** drops activations after forward and recomputes them in backward (Chen et al.,
 *Training Deep Nets with Sublinear Memory Cost*, 2016). The recomputation uses the tensors that the
@@ -134,7 +134,7 @@ LEAST_BYTES = 2**16
 
 
 class ActivationOffload(Replacements):
-    """Units whose activations wait in host memory for their backward.
+    """Units whose activations are offloaded to host memory until their backward.
 
     Args:
         modules: The modules of all units but the root, whose own activations stay on the device.
@@ -221,7 +221,7 @@ class _Call:
 
 
 class _Saved:
-    """A storage whose content waits on the host.
+    """A storage whose content is offloaded to the host.
 
     Attributes:
         source: A weak reference to the storage.

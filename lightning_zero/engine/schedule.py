@@ -7,7 +7,7 @@ prediction costs a useless gather, never a wrong result.
 
 Within `join`, ranks may run different units, or none at all, but a gather needs every rank. A rank
 that needs a resting unit therefore asks the others, and all gather it together, each between two
-modules of its own; a rank that has reached the end keeps helping until all have.
+of its own modules; a rank that has reached the end keeps helping until all have.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Prefetcher:
             one each.
         last_backward: The unit that was needed last, if it was for its backward.
         is_joined: Whether `join` was entered.
-        asks: Whether a gather must be asked for now.
+        asks: Whether a gather must now be requested from the other ranks.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -137,7 +137,7 @@ class Prefetcher:
         """Enter the context of `join`; its end waits for all ranks."""
         sharded, self.is_joined = self._sharded, True
         try:
-            # Nothing is asked for where nothing rests.
+            # Where nothing rests, no rank needs the others.
             if sharded.reshards and sharded.comm.transport.gathers_together:
                 for unit in self._units:
                     unit.weights.wait()

@@ -36,11 +36,11 @@ class Residency(Enum):
     """Whether the whole weights of a unit are in memory."""
 
     RELEASED = "released"
-    """Only shards are."""
+    """Only shards are in memory."""
     IN_FLIGHT = "in flight"
     """They are allocated and being filled."""
     WHOLE = "whole"
-    """They are, and can be read."""
+    """They can be read."""
 
 
 class Shows(Enum):

@@ -241,7 +241,7 @@ def _scaler_of(plugin: Any) -> LossScaler:
     """Return a loss scaler with the settings of a plugin's ``torch.amp.GradScaler``."""
     scaler = plugin.scaler
     if not scaler.is_enabled():
-        # Lightning asks for CUDA's on every accelerator, and torch disables it where there is none.
+        # Lightning makes CUDA's for every accelerator, and torch disables it where there is none.
         is_meant = torch.get_device_module(plugin.device).is_available()
         return LossScaler(1.0, 1.0, 1.0) if is_meant else LossScaler()
     made = LossScaler(init_scale=scaler.get_scale())

@@ -58,7 +58,7 @@ class Estimate:
         has_units: Whether the model's units are known, and so what is gathered and unreduced.
         has_activations: Whether activations are counted.
         snapshots: A step from its start to the rest after it.
-        host: The most bytes of each kind in host memory apart from the device's.
+        host: The most bytes of each kind in the host memory of an accelerator, or for staging.
         disk: Bytes in files, by kind.
         whole: Bytes of the whole module, which each rank has in host memory before setup, unless it
             is built on ``meta``, and after ``fit``, unless ``restore_weights=False``.

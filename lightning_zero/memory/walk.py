@@ -61,7 +61,7 @@ class UnitTerms:
         coding: Bytes beside whole gradients while these are encoded: codes and temporary tensors.
         shard: Bytes of the rank's reduced gradients.
         sends_shard: Whether these leave the device for its host.
-        ring: Bytes of pinned memory by which weights come up that are read from files.
+        ring: Bytes of pinned memory that stage the upload of weights from files.
         lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
             bf16 with stochastic rounding.
         trainable: The ids of the trainable parameters.

@@ -1,7 +1,7 @@
 """How an optimizer may be stepped: the three ways, and the classes for which it is known.
 
 ``examples/benchmarks/optimizer_ways.py`` verifies the table with a dataflow analysis of the
-installed packages. A class in no row is asked one question (``watch.py``).
+installed packages. A class in no row is tried on toy parameters (``watch.py``).
 """
 
 from __future__ import annotations

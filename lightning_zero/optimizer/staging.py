@@ -6,7 +6,7 @@ dictionary. Everything else, such as step counts, stays in memory. An entry of e
 =======  ===================================================  ====================================
 at rest  a view of its place in a mapped file                 between steps
 staged   a view of memory to which a block was read           while its batch is stepped
-new      a tensor of whoever made it: an optimizer in its     until the batch is flushed, or the
+new      a tensor made by user code: an optimizer in its      until the batch is flushed, or the
          step, or a user between steps                        next step opens
 =======  ===================================================  ====================================
 

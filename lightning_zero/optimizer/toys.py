@@ -38,7 +38,7 @@ class CannotCopy(Exception):
 
 @contextlib.contextmanager
 def stepping_toys(toys: Iterable[Tensor]) -> Iterator[None]:
-    """Enter a context for steps of toys, which no code but the optimizer's notices.
+    """Enter a context for steps of toys without side effects outside of the optimizer.
 
     All generators, those of the toys' devices too, continue as if nothing had been drawn. What the
     optimizer compiles runs as written, what it prints is not shown, and hooks on the steps of all

@@ -59,7 +59,7 @@ class UnitStep(Stepper):
         ledger: Counts the time of steps on the host; ``None`` for steps on the device.
 
     Attributes:
-        is_torn: ``True`` during a step of several batches, and for good after one that ended
+        is_torn: ``True`` during a step of several batches, and forever after one that ended
             half-way.
     """
 
@@ -80,7 +80,7 @@ class UnitStep(Stepper):
             for piece in batch:
                 self._numbers.setdefault(id(piece), []).append(number)
         self._to_fuse: list[int] = []
-        # What the groups hold apart from a step.
+        # What the groups hold outside of a step.
         self._members: Groups | None = None
 
     def step_at_once(self) -> None:

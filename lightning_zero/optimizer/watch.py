@@ -1,12 +1,12 @@
-"""How an optimizer is stepped: by the setting, by the table, or by the answer to one question.
+"""How an optimizer is stepped: by the setting, by the table, or by a trial on toy parameters.
 
-The question is whether an optimizer that the table does not know steps by element. A copy steps
-small toy parameters under a dispatch mode that follows every value that comes from a toy. The
-answer is yes only if each operation on such values is known to be element-wise, takes values of one
-toy only, and keeps its shape. The mode does not see an optimizer ask for a shape (decay of matrices
+The trial tells whether an optimizer that the table does not know steps by element. A copy steps
+small toy parameters under a dispatch mode that follows every value that comes from a toy. It passes
+only if each operation on such values is known to be element-wise, takes values of one toy only, and
+keeps its shape. The mode does not see an optimizer ask for a shape (decay of matrices
 only, a rate that depends on the number of rows). So the first elements of each toy are stepped once
 more, as a flat vector, and both must do the same operations with the same numbers. Anything
-unknown, a value that is read on the host, a random number, an error: no.
+unknown, a value that is read on the host, a random number or an error means that it fails.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def slowest(verdicts: Sequence[Verdict]) -> Verdict:
     return first._replace(waits_for_closure=all(verdict.waits_for_closure for verdict in verdicts))
 
 
-# -- the question ----------------------------------------------------------------------------------
+# -- the trial -------------------------------------------------------------------------------------
 
 
 class Mixes(Exception):

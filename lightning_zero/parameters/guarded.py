@@ -69,7 +69,7 @@ class Group(Protocol):
 
 
 class Ownership:
-    """The tie of a parameter to its group, which it does not keep alive.
+    """The weak link from a parameter to its group.
 
     Attributes:
         name: The parameter's qualified name.
@@ -394,7 +394,7 @@ def _note_transform(value: Any) -> None:
 
 
 def unfollowed(what: str) -> RuntimeError:
-    """Return the error for code that holds weights where stage 3 cannot follow."""
+    """Return the error for code that holds weights beyond what stage 3 can track."""
     return RuntimeError(
         f"{what} holds weights in a way that stage 3 cannot follow, as it releases them. Use stage"
         " 1 or 2, or transform a copy.deepcopy of the module made within"

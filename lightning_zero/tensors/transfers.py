@@ -1,6 +1,6 @@
 """Copies between a device, its host and files, for offload.
 
-Threads move chunks in buffers. Buffers take turns, so only so many are in flight; each is filled
+Threads move chunks in buffers. Buffers take turns, so a few chunks are in flight; each is filled
 again as soon as it has been emptied::
 
     threads     fill 0 | fill 1 | fill 2 |  wait for 0 | fill 0 | ...
