@@ -289,6 +289,7 @@ class Watchdog:
         self._has_reported = self._has_left = False
         self._reads_after = 0.0
         self._looks = 0
+        # The collectives begun, and since which look and time there are no more.
         self._quiet = (0, 0, 0.0)
         if reports is not None:
             collectives.explain = self.explain
@@ -300,15 +301,15 @@ class Watchdog:
     def place(self) -> Report | None:
         """Return where this rank waits or may be blocked; ``None`` if neither."""
         self._looks += 1
-        count, seen, since = sum(dict(self._log.begun).values()), *self._quiet[1:]
-        if count != self._quiet[0]:
-            seen, since = self._looks, monotonic()
-        self._quiet = count, seen, since
+        before, first_look, since = self._quiet
+        if (count := sum(dict(self._log.begun).values())) != before:
+            first_look, since = self._looks, monotonic()
+        self._quiet = count, first_look, since
         if (waiting := self._log.waiting) is not None:
             collective, caller = waiting.collective, _caller(waiting.frame)
             number, began = waiting.number, waiting.since
         elif self._log.untagged is not None and monotonic() - since > QUIET_SECONDS:
-            collective, caller, number, began = self._log.untagged, "", -seen, since
+            collective, caller, number, began = self._log.untagged, "", -first_look, since
         else:
             return None
         last = self._log.untagged

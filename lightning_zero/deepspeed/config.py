@@ -91,7 +91,7 @@ class Config:
             _check_kind(name, kind, value)
             return act(self, value) is not False
         if name in REFUSED:
-            if not _is_off(value) and value != _NOT_OFF.get(name):
+            if not _is_off(value) and value != _NEUTRAL.get(name):
                 raise ValueError(
                     f"{name} in the DeepSpeed configuration is {json.dumps(value, default=str)},"
                     f" which is not supported and would change the run. {REFUSED[name]}"
@@ -288,7 +288,7 @@ _NAMES = {
 }
 """The known keys, and the blocks that hold them."""
 
-_NOT_OFF = {
+_NEUTRAL = {
     "sequence_parallel_size": 1,
     "pipeline.stages": 1,
     f"{_ZERO}offload_optimizer.ratio": 1,

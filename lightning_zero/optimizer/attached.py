@@ -62,7 +62,7 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Return whether two values, or containers of them, are equal to the bit."""
+    """Return whether two values, or containers of them, are equal and of the same dtypes."""
     (leaves, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
     return form == other_form and all(map(_is_same, leaves, others))
 

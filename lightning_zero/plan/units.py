@@ -290,12 +290,10 @@ def _specify_flat_parameters(
 ) -> list[FlatSpec]:
     groups: dict[tuple[Plan, bool], list[tuple[str, Parameter]]] = {}
     kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
-    for one in named:
-        kind = dtype, is_cast, trainable = (
-            one[1].dtype, id(one[1]) not in uncast, one[1].requires_grad
-        )  # fmt: skip
+    for name, p in named:
+        kind = dtype, is_cast, trainable = p.dtype, id(p) not in uncast, p.requires_grad
         if kind not in kinds:  # kinds are few, even of very many parameters
             plan = settings.plan(dtype, is_cast=is_cast, trainable=trainable)
             kinds[kind] = groups.setdefault((plan, trainable), [])
-        kinds[kind].append(one)
+        kinds[kind].append((name, p))
     return [FlatSpec(members, plan) for (plan, _), members in groups.items()]

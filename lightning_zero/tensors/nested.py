@@ -24,15 +24,15 @@ def tensors_in(value: Any, *, within_objects: bool = True) -> list[Tensor]:
     """
     found: list[Tensor] = []
     seen: dict[int, Any] = {}
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif not isinstance(one, _WITHOUT_TENSORS) and id(one) not in seen:
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif not isinstance(item, _WITHOUT_TENSORS) and id(item) not in seen:
             # Kept alive, so that no other object gets its id.
-            seen[id(one)] = one
-            left += reversed(_children(one, within_objects=within_objects))
+            seen[id(item)] = item
+            stack += reversed(_children(item, within_objects=within_objects))
     return found
 
 
