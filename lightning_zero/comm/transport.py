@@ -143,7 +143,7 @@ class Transport(Verbs):
     2. :meth:`gather` for a unit's weights.
     3. :meth:`reduce_buffer` to write a unit's gradients to, then :meth:`reduce`, which takes the
        buffer back.
-       Quantized weights and gradients travel by :meth:`gather_codes` and :meth:`all_to_all`, in
+       Quantized weights and gradients travel by :meth:`gather` and :meth:`all_to_all`, in
        memory from :meth:`passing_buffer`.
     4. :meth:`exchange` in between, for whole parameters in an optimizer's step.
     5. :meth:`release_scratch` when a backward pass is over, :meth:`drop_outgrown` between steps,
