@@ -205,10 +205,12 @@ class ScaledPrecision(FabricPrecision):
         pieces, others = grads_of(optimizer, find_piece)
         grads = [*(piece.grad for piece in pieces if piece.grad is not None), *others]
         storages = [grad.untyped_storage() for grad in grads]
-        known, _ = self._unscaled.get(id(optimizer), ([], False))
-        alive = [ref() for ref in known]
-        if known and all(any(one is storage for one in alive) for storage in storages):
-            return
+        if (before := self._unscaled.get(id(optimizer))) is not None:
+            alive = [ref() for ref in before[0]]
+            are_same = all(any(one is storage for one in alive) for storage in storages)
+            # A rank that holds no part of any of these gradients cannot tell, and follows.
+            if all(comm.control.gather_objects(are_same) if comm is not None else [are_same]):
+                return
         found = self.unscaled(optimizer, find_piece, comm)
         self._unscaled[id(optimizer)] = [weakref.ref(one) for one in storages], found
 

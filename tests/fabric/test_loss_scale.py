@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_zero.fabric import ZeROStrategy
@@ -17,8 +18,11 @@ WIDTH = 8
 
 
 def fabric_of(stage: int) -> Fabric:
-    strategy = ZeROStrategy(stage, min_num_params=1)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="16-mixed")
+    # Fabric would replace precision="16-mixed" on CPUs.
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    strategy = ZeROStrategy(stage, min_num_params=1, precision=precision)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     return fabric
 
@@ -62,3 +66,37 @@ def _without_sharded_parameters(_: Any) -> float:
 
 def test_an_optimizer_without_sharded_parameters_steps(ranks: Pools) -> None:
     assert ranks(2).run(_without_sharded_parameters, None) == pytest.approx([0.7, 0.7])
+
+
+class _Factor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.factor
+
+
+def _one_element(stage: int) -> tuple[float, float]:
+    """Step an optimizer of one element, of which only one rank has a part, after clipping."""
+    fabric = fabric_of(stage)
+    torch.manual_seed(0)
+    module = _Factor()
+    model, optimizer = fabric.setup(module, torch.optim.SGD([module.factor], lr=0.1))
+    norm = 0.0
+    for is_stepped in (True, False, True):
+        before = float(module.factor)
+        fabric.backward(model(torch.ones(4, WIDTH)).square().mean())
+        norm = float(fabric.clip_gradients(model, optimizer, max_norm=1e9))
+        if is_stepped:
+            optimizer.step()
+        optimizer.zero_grad()
+    return before - float(module.factor), 0.1 * norm
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_without_a_part_of_the_gradients_steps_like_the_others(
+    ranks: Pools, stage: int
+) -> None:
+    for moved, expected in ranks(2).run(_one_element, stage):
+        assert moved == pytest.approx(expected, rel=1e-4)
