@@ -14,11 +14,8 @@ import torch
 from lightning_zero.comm import (
     Communicator,
     Control,
-    Ledger,
-    Sent,
     SyncPoint,
     shared_memory,
-    sum_of,
 )
 from lightning_zero.comm.shared_memory import Window
 from lightning_zero.engine import Engine
@@ -202,17 +199,3 @@ def _fail_and_train() -> list[int]:
 def test_windows_of_failed_steps_do_not_stay_mapped(ranks: Pools) -> None:
     for counts in ranks(2).run(_fail_and_train):
         assert max(counts[6:]) <= max(counts[:6]) + 2, counts  # a leak would add one each step
-
-
-def test_the_ledger_counts_by_step() -> None:
-    ledger = Ledger()
-    ledger.note("a", "gather", 10, 2)
-    ledger.note("a", "reduce", 10, 4)
-    ledger.end_step()
-    ledger.note("a", "gather", 10, 2)
-    ledger.note("b", "gather", 5, 2)
-    ledger.end_step()
-    assert ledger.last_step == {("a", "gather"): Sent(10, 20, 1), ("b", "gather"): Sent(5, 10, 1)}
-    assert sum_of(ledger.last_step, "gather") == Sent(15, 30, 2)
-    assert sum_of(ledger.last_step, "reduce") == Sent()
-    assert sum_of(ledger.total) == Sent(35, 90, 4)

@@ -133,25 +133,6 @@ def test_command_on_a_class_with_a_batch(capsys: Any, tmp_path: Path) -> None:
     assert (tmp_path / "memory.svg").exists()
 
 
-def test_command_counts_activation_checkpointing(capsys: Any) -> None:
-    words = [GPT, "--args", "width=128", "depth=6", "--optimizer", "adamw", "--ranks", "2",
-             "--batch", "int64[2,129]", "--stages", "3"]  # fmt: skip
-    found = []
-    for more in ([], ["--set", "activation_checkpointing=True"]):
-        code, out, _ = run(capsys, *words, *more)
-        assert code == 0
-        row = next(line for line in out.splitlines() if line.startswith("activations"))
-        found.append(parse_bytes(row.removeprefix("activations").strip()))
-    assert 0 < found[1] < 0.8 * found[0]
-
-
-def test_command_on_a_configuration(capsys: Any) -> None:
-    code, out, _ = run(capsys, f"{ROOT}/examples/zero3.yaml", "--model", GPT, "--optimizer", "sgd")
-    assert code == 0
-    assert "zero3, 2 ranks" in out
-    assert "842,496 parameters, 32-true" in out
-
-
 def test_command_reads_what_a_configuration_gives_the_strategy(capsys: Any, tmp_path: Path) -> None:
     def unreduced(more: str, *words: str) -> int:
         config = tmp_path / "config.yaml"

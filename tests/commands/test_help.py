@@ -34,16 +34,6 @@ def test_help_has_a_description_and_an_example(capsys: pytest.CaptureFixture[str
         assert "``" not in own
 
 
-def test_the_examples_of_help_are_words_of_the_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    example = "estimate 10B --ranks 8 --device-memory 80GB"
-    assert example in said(capsys, "--help")[1]
-    code, text = said(capsys, *example.split())
-    assert code == 0
-    assert text.startswith("zero1 on 8 ranks: at least 55.0 GB of 80.0 GB per rank, before")
-
-
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = said(capsys, "--version")
     assert code == 0
@@ -153,21 +143,13 @@ def test_estimate_explains_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
 # -- no checkpoint ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x04N.", bytes(range(256)) * 9])
-def test_inspect_says_that_a_file_is_no_checkpoint(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x04N.", None])
+def test_inspect_says_what_is_no_checkpoint(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None
 ) -> None:
     path = tmp_path / "file.ckpt"
-    path.write_bytes(content)
+    path.mkdir() if content is None else path.write_bytes(content)
     code, text = said(capsys, "inspect", str(path))
     assert code == 1
     assert f"'{path}' is not a checkpoint" in text
     assert "trust" not in text
-
-
-def test_inspect_says_that_a_folder_is_no_checkpoint(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, text = said(capsys, "inspect", str(tmp_path))
-    assert code == 1
-    assert f"'{tmp_path}' is not a checkpoint. Expected a .ckpt or .pt file" in text

@@ -23,13 +23,8 @@ open(path, "w").write(
 )
 LightningCLI(BoringModel, args=["fit", "--config", path])
 """
-COMMAND = "from lightning_zero.commands import main\nmain({})"
 
 MISTAKES = {
-    "a stage that does not exist": (
-        TRAINER.format('"strategy": lightning_zero.ZeROStrategy(4)', ""),
-        "ValueError: Expected stage to be 1, 2 or 3, got 4.",
-    ),
     "a strategy that does not exist": (
         TRAINER.format('"strategy": "zero4"', ""),
         "You selected an invalid strategy name: `strategy='zero4'`",
@@ -46,18 +41,6 @@ MISTAKES = {
     "no GPU": (
         TRAINER.format('"strategy": "zero3", "accelerator": "gpu"', ""),
         "No supported gpu backend found!",
-    ),
-    "a misspelled setting of the command": (
-        COMMAND.format(["estimate", "10B", "--set", "staeg=3"]),
-        "lightning-zero: ZeROStrategy has no argument 'staeg'. Did you mean 'stage'?",
-    ),
-    "a class that is not found": (
-        COMMAND.format(["estimate", "train.py:GPT"]),
-        "lightning-zero: Expected a module that can be imported in 'train.py:GPT'",
-    ),
-    "an unknown suffix": (
-        COMMAND.format(["convert", "last.ckpt", "weights.safetensor"]),
-        "for example weights.safetensors, got 'weights.safetensor'.",
     ),
 }
 

@@ -243,66 +243,41 @@ def test_blocks_count_more_than_the_module_and_a_line_says_so(ranks: Pools, tmp_
                 assert all(line.startswith(words) for line in lines)
 
 
-TYPICAL = {
-    2: """{
-        "fp16": {
-            "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000,
-            "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1
-        },
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": 4}
-        },
-        "zero_optimization": {
-            "stage": 2, "allgather_partitions": true, "allgather_bucket_size": 2e8,
-            "overlap_comm": true, "reduce_scatter": true, "reduce_bucket_size": 2e8,
-            "contiguous_gradients": true
-        },
-        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
-        "steps_per_print": 2000, "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
-    }""",
-    3: """{
-        "fp16": {"enabled": false},
-        "bf16": {"enabled": true},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": "auto"}
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 4}
-        },
-        "zero_optimization": {
-            "stage": 3, "overlap_comm": true, "contiguous_gradients": true,
-            "sub_group_size": 1e9, "reduce_bucket_size": "auto",
-            "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
-            "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
-            "stage3_gather_16bit_weights_on_model_save": true
-        },
-        "gradient_accumulation_steps": 2, "gradient_clipping": 0.1,
-        "steps_per_print": 2000, "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
-    }""",
-}
-"""Whole files of the kind that the documentation of DeepSpeed's integrations shows."""
+TYPICAL = """{
+    "fp16": {"enabled": false},
+    "bf16": {"enabled": true},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": "auto"}
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 4}
+    },
+    "zero_optimization": {
+        "stage": 3, "overlap_comm": true, "contiguous_gradients": true,
+        "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": true
+    },
+    "gradient_accumulation_steps": 2, "gradient_clipping": 0.1,
+    "steps_per_print": 2000, "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
+}"""
+"""A whole file of the kind that the documentation of DeepSpeed's integrations shows."""
 
 
-@pytest.mark.parametrize("stage", TYPICAL)
-def test_a_typical_file_is_read_with_one_warning(tmp_path: Path, stage: int) -> None:
+def test_a_typical_file_is_read_with_one_warning(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
-    path.write_text(TYPICAL[stage])
+    path.write_text(TYPICAL)
     config = Config.read(path)
-    assert config.arguments == {"stage": stage}
+    assert config.arguments == {"stage": 3}
     assert config.optimizer is not None
     assert config.optimizer.kind is optim.AdamW
     assert config.scheduler is not None
     assert config.scheduler.name == "WarmupLR"
-    assert config.enabled == ({} if stage == 2 else {"fp16": False, "bf16": True})
+    assert config.enabled == {"fp16": False, "bf16": True}
     [warning] = config.warnings
     assert "overlap_comm" not in warning
     assert "steps_per_print" in warning

@@ -273,31 +273,3 @@ def write_what_goes_up() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_goes_up_is_not_written_to_meanwhile(ranks: Pools, world: int) -> None:
     ranks(world).run(write_what_goes_up)
-
-
-def cast_before_the_next_forward() -> None:
-    with beside_the_host():
-        offload = Offload.of_stage(3, "cpu")
-        engine, optimizer = adopted(
-            CASE.build(), momentum, stage=3, recipe=RECIPES["bf16-mixed"], offload=offload
-        )
-
-        def backward(seed: int) -> None:
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = CASE.loss(engine.module, CASE.batch(4, seed))
-            loss.backward()
-
-        backward(0)
-        optimizer.step()
-        # Threads cast nothing: what goes up is there.
-        with mock.patch.object(HostCopies, "up_in_parts", side_effect=AssertionError):
-            backward(1)
-        for flat in engine.sharded.flats:
-            if flat.plan.keeps_cast_weights:
-                kept = flat.store._kept_weights()
-                assert torch.equal(kept, flat.master.to(kept.dtype))
-        engine.close()
-
-
-def test_weights_are_cast_when_they_are_stepped(ranks: Pools) -> None:
-    ranks(2).run(cast_before_the_next_forward)

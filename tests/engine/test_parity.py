@@ -1,55 +1,22 @@
-"""Settings, transports and three ranks: the bits of the engine by itself.
+"""Accumulation and reductions in 16 bits on three ranks: the bits of the engine by itself.
 
-That they are DistributedDataParallel's is shown by the rows of `tests/cases/backward.py`.
+That they are DistributedDataParallel's, whatever the settings and transports, is shown by the rows
+of `tests/cases/backward.py`.
 """
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from lightning_zero.comm import Communicator
 from tests.oracle.parity import distance_in_ulps
-from tests.oracle.projects import WAYS, Trace
+from tests.oracle.projects import Trace
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, require_same, sgd, train
-
-SETTINGS = [
-    {"stage": 1},
-    {"prefetch": 0},
-    {"units": "leaves"},
-    {"stage": 2},
-    {"reshard_after_forward": False},
-    {"units": "nested", "prefetch": 2},
-    {"units": "root"},
-]
-NAMES = ["tied", "branch_by_step", "transformer", "nested", "inplace_views", "rnn", "frozen"]
+from tests.oracle.sharded import require_same, sgd, train
 
 
 def without_norms(trace: Trace) -> Trace:
     """They are sums over pieces, and keep their bits only where pieces are the same."""
     return Trace(trace.params, losses=trace.losses)
-
-
-def compare_all(ways: list[str]) -> None:
-    world, comms = len(ways), [Communicator(CPU, **WAYS[way]) for way in ways]
-    for row, name in enumerate(NAMES):
-        expected = without_norms(train(name, comm=comms[0], steps=2))
-        for column, how in enumerate(SETTINGS):
-            if (row + column) % 3 == 0:
-                comm = comms[(row + column) // 3 % world]
-                require_same(without_norms(train(name, comm=comm, steps=2, **how)), expected)
-
-
-@pytest.mark.parametrize(
-    ("world", "ways"),
-    [
-        (2, ["windows", "backend"]),
-        (3, ["windows", "point to point"]),  # the backend may add up three ranks in another order
-    ],
-)
-def test_no_setting_changes_a_bit(ranks: Pools, world: int, ways: list[str]) -> None:
-    ranks(world).run(compare_all, ways)
 
 
 def accumulate_all() -> None:

@@ -15,20 +15,13 @@ from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator, PendingSync
 from lightning_zero.engine import Engine, rank_check
 from lightning_zero.engine import engine as engine_module
-from lightning_zero.plan import RECIPES, Settings
+from lightning_zero.plan import Settings
 from tests.oracle.projects import WAYS, Regression, make_trainer, rows
 from tests.oracle.ranks import Pools, errors_of
 from tests.oracle.sharded import CPU
 
 
-def test_differences_name_all_ranks() -> None:
-    differences = rank_check.differences
-    assert differences([["a", "b"], ["a", "b"]]) == []
-    of_three = [["a: 1"], ["a: 2"], ["a: 2"]]
-    assert differences(of_three) == ["rank 0: a: 1", "ranks 1, 2: a: 2"]
-    orders = ["rank 0, in another order: a", "rank 1, in another order: b"]
-    assert differences([["a", "b"], ["b", "a"]]) == orders
-    # What cannot be compared is left out.
+def test_what_cannot_be_compared_is_left_out() -> None:
     values = [0.1, {nn.ReLU, nn.Linear}, torch.device("cuda:3"), torch.zeros(2), object()]
     lines = [line for x in values for line in rank_check.lines_of({"It": {"x": x}})]
     classes = "{torch.nn.modules.activation.ReLU, torch.nn.modules.linear.Linear}"
@@ -106,15 +99,10 @@ OTHER_MODELS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         engine(lambda: changed(lambda m: m.register_buffer("shift", torch.zeros(5)))),
         ["{usual}: Buffer 'shift': shape (3,)", "{odd}: Buffer 'shift': shape (5,)"],
     ),
-    "dtype": (
-        engine(lambda: changed(lambda m: m.a.double())),
-        ["{odd}: Parameter 'a.weight': shape (4, 4), float64"],
-    ),
     "stage": (
         engine(stage=2),
         ["{usual}: The strategy: stage 3", "{odd}: The strategy: stage 2"],
     ),
-    "precision": (engine(recipe=RECIPES["16-mixed"]), ["{odd}: The strategy: recipe"]),
     "units": (engine(units=units("b")), ["{odd}: Unit 'a'"]),
     "refused": (
         engine(units=(nn.Conv2d,)),
@@ -131,10 +119,6 @@ OTHER_OPTIMIZERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["{usual}: Group 0 of optimizer 0: lr 0.1", "{odd}: Group 0 of optimizer 0: lr 0.25"],
     ),
     "groups": (adopts(two_groups), ["{odd}: Parameter 'a.bias' of optimizer 0: in group 1"]),
-    "members": (
-        adopts(lambda model: sgd(model.b)),
-        ["{usual}: Parameter 'a.bias' of optimizer 0: in group 0"],
-    ),
 }
 
 

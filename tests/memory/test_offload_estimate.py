@@ -33,63 +33,45 @@ def total(kinds: dict[str, int]) -> float:
     return sum(kinds.values()) / P
 
 
+CPU, NVME, BOTH = Offload("cpu"), Offload("nvme"), Offload("cpu", "cpu")
+
+
 @pytest.mark.parametrize(
-    ("stage", "medium", "precision", "device", "host", "disk"),
+    ("stage", "offload", "precision", "device", "held", "host", "disk"),
     [
         # 2 or 4 of weights; 4 + 4 + 8 of gradients, masters and Adam's states.
-        (1, "cpu", "bf16-mixed", 2, 16 / N, 0),
-        (2, "cpu", "bf16-mixed", 2, 16 / N, 0),
+        (1, CPU, "bf16-mixed", "cuda", 2, 16 / N, 0),
         # Weights that come up often are cast once.
-        (3, "cpu", "bf16-mixed", 0, 18 / N, 0),
-        (3, "nvme", "bf16-mixed", 0, 4 / N, 12 / N),
+        (3, BOTH, "bf16-mixed", "cuda", 0, 18 / N, 0),
+        (3, BOTH, "bf16-mixed", "cpu", 0, 18 / N, 0),  # the device is assumed to be an accelerator
+        (3, Offload("nvme", "nvme"), "bf16-mixed", "cuda", 0, 4 / N, 12 / N),
         # A sharded fp32 weight is its own master; a replicated one on the device cannot be.
-        (2, "cpu", "32-true", 4, 16 / N, 0),
-        (3, "cpu", "32-true", 0, 16 / N, 0),
-        (3, "nvme", "32-true", 0, 4 / N, 12 / N),
-        (2, "nvme", "bf16-true", 2, 2 / N, 6 / N),
+        (2, CPU, "32-true", "cuda", 4, 16 / N, 0),
+        (3, BOTH, "32-true", "cuda", 0, 16 / N, 0),
+        (2, NVME, "bf16-true", "cuda", 2, 2 / N, 6 / N),
+        # Files of a CPU are mapped. Gradients stay, as do whole weights.
+        (1, NVME, "32-true", "cpu", 4 + 4 / N, 0, 12 / N),
+        (2, NVME, "bf16-mixed", "cpu", 2 + 4 / N, 0, 12 / N),
+        (3, Offload("nvme", "nvme"), "32-true", "cpu", 4 / N, 0, 12 / N),
+        # In part.
+        (3, NVME, "bf16-mixed", "cpu", 8 / N, 0, 8 / N),
+        (3, Offload(weights="nvme"), "bf16-mixed", "cpu", 12 / N, 0, 4 / N),
     ],
 )
 def test_what_rests_where(
-    stage: int, medium: str, precision: str, device: float, host: float, disk: float
+    stage: int,
+    offload: Offload,
+    precision: str,
+    device: str,
+    held: float,
+    host: float,
+    disk: float,
 ) -> None:
-    settings = Settings(stage, offload=Offload.of_stage(stage, medium))
-    found = estimate(P, settings, world_size=N, precision=precision, device="cuda")
-    held = (found.model_states / P, total(found.host), total(found.disk))
-    assert held == pytest.approx((device, host, disk), rel=1e-6)
-    assert found.host_peak == sum(found.host.values())
-
-
-@pytest.mark.parametrize(
-    ("offload", "device", "host", "disk"),
-    [
-        (Offload("nvme"), 8 / N, 0, 8 / N),
-        (Offload(weights="nvme"), 12 / N, 0, 4 / N),
-        # Beside an accelerator, which the device is assumed to be.
-        (Offload("cpu", "cpu"), 0, 18 / N, 0),
-    ],
-)
-def test_homes_move_in_part(offload: Offload, device: float, host: float, disk: float) -> None:
-    found = estimate(P, Settings(offload=offload), world_size=N, precision="bf16-mixed")
-    held = (found.model_states / P, total(found.host), total(found.disk))
-    assert held == pytest.approx((device, host, disk), rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("stage", "precision", "memory", "disk"),
-    [
-        # Gradients stay, as do whole weights; a sharded fp32 weight is its own master.
-        (1, "32-true", 4 + 4 / N, 12 / N),
-        (2, "bf16-mixed", 2 + 4 / N, 12 / N),
-        (3, "bf16-mixed", 4 / N, 12 / N),
-        (3, "32-true", 4 / N, 12 / N),
-    ],
-)
-def test_files_of_a_cpu_are_mapped(stage: int, precision: str, memory: float, disk: float) -> None:
-    settings = Settings(stage, offload=Offload.of_stage(stage, "nvme"))
-    found = estimate(P, settings, world_size=N, precision=precision)
-    held = (found.model_states / P, total(found.host), total(found.disk))
-    assert held == pytest.approx((memory, 0, disk), rel=1e-6)
-    assert found.host_peak == found.peak.total
+    settings = Settings(stage, offload=offload)
+    found = estimate(P, settings, world_size=N, precision=precision, device=device)
+    actual = (found.model_states / P, total(found.host), total(found.disk))
+    assert actual == pytest.approx((held, host, disk), rel=1e-6)
+    assert found.host_peak == (sum(found.host.values()) if host else found.peak.total)
 
 
 def test_what_does_not_move_is_as_before() -> None:
@@ -169,43 +151,21 @@ def test_frozen_weights_go_with_the_weights() -> None:
     assert states.host["master"] == 4 * 4 * shard
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        # As in a run.
+def test_a_bad_offload_is_named() -> None:
+    for change, message in (
         ({"offload": Offload(weights="nvme")}, "weights rest beside their masters"),
-        ({"offload": Offload("cpu", "cpu"), "gather_bits": 8}, "keeps them on an accelerator's"),
-    ],
-)
-def test_a_bad_offload_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        estimate(P, Settings(**change), device="cuda")
+        ({"offload": BOTH, "gather_bits": 8}, "keeps them on an accelerator's"),
+        ({"offload": BOTH, "stage": 2}, "stage=2 keeps whole weights"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            estimate(P, Settings(**change), device="cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Expected an offload of the optimizer, the weights"):
+        Offload()
     subject = ModelPlan(P, device=torch.device("cpu"))
     with pytest.raises(ValueError, match=r"got stage=0 \(DDP\) and Offload\(optimizer='cpu'"):
         subject.estimate(0, 1, offload="cpu")
     with pytest.raises(ValueError, match="Expected offload of optimizer to 'cpu' or 'nvme', got"):
         subject.estimate(3, 1, offload="ram")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"offload": Offload("cpu", "cpu"), "stage": 2}, "stage=2 keeps whole weights"),
-        ({"offload": Offload("cpu", "nvme")}, "weights rest beside their masters"),
-        (
-            {"offload": Offload("nvme", "nvme"), "stochastic_rounding": True},
-            "offload steps parameters where they rest",
-        ),
-    ],
-)
-def test_a_bad_offload_is_named_at_once(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Settings(**change)
-
-
-def test_an_offload_of_nothing_is_named() -> None:
-    with pytest.raises(ValueError, match="Expected an offload of the optimizer, the weights"):
-        Offload()
 
 
 def test_columns_have_the_strategies_names() -> None:

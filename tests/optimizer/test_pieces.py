@@ -59,47 +59,6 @@ def groups(model: nn.Module, adopt: Any, backward: Any) -> None:
         optimizer.zero_grad()
 
 
-def closure(model: nn.Module, adopt: Any, backward: Any) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    adopt(optimizer)
-    for seed in range(3):
-
-        def run(seed: int = seed) -> float:
-            optimizer.zero_grad()
-            backward(square, seed)
-            return 1.0
-
-        result = optimizer.step(run) if seed % 2 else optimizer.step(closure=run)
-        assert result == 1.0
-
-
-def added_group(model: nn.Module, adopt: Any, backward: Any) -> None:
-    """The body is frozen at first and joins the optimizer later."""
-    for parameter in model.blocks.parameters():
-        parameter.requires_grad = False
-    optimizer = torch.optim.Adam([*model.stem.parameters(), *model.head.parameters()], lr=0.02)
-    adopt(optimizer)
-    for seed in range(4):
-        if seed == 2:
-            for parameter in model.blocks.parameters():
-                parameter.requires_grad = True
-            optimizer.add_param_group({"params": list(model.blocks.parameters()), "lr": 0.01})
-        backward(square, seed)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def frozen_through_parameters(model: nn.Module, adopt: Any, backward: Any) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    adopt(optimizer)
-    for seed in range(4):
-        model.blocks[1].requires_grad_(seed % 2 == 0)
-        model.stem.requires_grad_(seed != 1)
-        backward(square, seed)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def zeroed_not_dropped(model: nn.Module, adopt: Any, backward: Any) -> None:
     """A gradient of zeros still decays a weight; none at all does not."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5)
@@ -111,23 +70,6 @@ def zeroed_not_dropped(model: nn.Module, adopt: Any, backward: Any) -> None:
             backward(square, seed)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-
-
-def between_steps(model: nn.Module, adopt: Any, backward: Any) -> None:
-    """Outside of a step the members of the groups are whole parameters to the user's code."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    adopt(optimizer)
-    members = optimizer.param_groups[0]["params"]
-    for seed in range(3):
-        for member in members:
-            member.data.clamp_(-0.2, 0.2)
-        backward(square, seed)
-        assert [p.shape for p in members] == [p.shape for p in model.parameters()]
-        nn.utils.clip_grad_norm_([p for p in members if p.ndim > 1], 0.1)
-        nn.utils.clip_grad_value_([p for p in members if p.ndim < 2], 0.01)
-        members[0].grad.div_(members[0].grad.norm() + members[0].detach().norm())
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def gradient_scaler(model: nn.Module, adopt: Any, backward: Any) -> None:
@@ -178,11 +120,7 @@ def torchs(model: nn.Module, adopt: Any, backward: Any) -> None:
 LOOPS: dict[str, Any] = {
     "torchs": torchs,
     "groups": groups,
-    "closure": closure,
-    "added_group": added_group,
-    "frozen_through_parameters": frozen_through_parameters,
     "zeroed_not_dropped": zeroed_not_dropped,
-    "between_steps": between_steps,
     "gradient_scaler": gradient_scaler,
 }
 

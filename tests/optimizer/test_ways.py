@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import prodigyopt
 import pytest
 import pytorch_optimizer
 import schedulefree
@@ -31,7 +30,7 @@ from lightning_zero.optimizer import (
 from lightning_zero.optimizer.known import known_class, known_way
 from lightning_zero.optimizer.toys import stepping_toys
 from lightning_zero.optimizer.watch import reason_against_elements
-from tests.oracle.own_optimizers import OWN, Own
+from tests.oracle.own_optimizers import Own
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard
 
@@ -113,7 +112,6 @@ def test_options_change_the_way() -> None:
 
 
 OF_PACKAGES: dict[str, tuple[Any, Way]] = {
-    "prodigyopt": (prodigyopt.Prodigy, Way.ALL_AT_ONCE),
     "schedulefree": (schedulefree.AdamWScheduleFree, Way.BY_ELEMENT),
     "closures first": (schedulefree.SGDScheduleFreeClosure, Way.BY_ELEMENT),
     "a wrapper": (lambda p: pytorch_optimizer.Lookahead(torch.optim.AdamW(p)), Way.ALL_AT_ONCE),
@@ -121,10 +119,6 @@ OF_PACKAGES: dict[str, tuple[Any, Way]] = {
         lambda p: pytorch_optimizer.SAM(p, base_optimizer=torch.optim.SGD, lr=0.1),
         Way.ALL_AT_ONCE,
     ),
-    "muon": (lambda p: torch.optim.Muon(p[:1]), Way.BY_PARAMETER),
-    "soap": (pytorch_optimizer.SOAP, Way.BY_PARAMETER),
-    "lamb": (pytorch_optimizer.Lamb, Way.ALL_AT_ONCE),
-    "splus": (pytorch_optimizer.SPlus, Way.ALL_AT_ONCE),  # its `eval` needs all states
 }
 
 
@@ -332,19 +326,6 @@ def test_groups_count() -> None:
     for norm, way in ((False, Way.BY_ELEMENT), (True, Way.ALL_AT_ONCE)):
         groups = [{"params": mixed(), "norm": False}, {"params": mixed(), "norm": norm}]
         assert verdict_of(Ours(groups)).way is way
-
-
-def test_users_own_with_states_and_without() -> None:
-    for cls in OWN:
-        groups = [{"params": mixed()}]
-        optimizer: Any = cls(groups)
-        assert verdict_of(optimizer).way is Way.BY_ELEMENT, cls
-        if hasattr(optimizer, "train"):
-            optimizer.train()
-        for p in groups[0]["params"]:
-            p.grad = torch.ones_like(p)
-        optimizer.step()
-        assert verdict_of(optimizer).way is Way.BY_ELEMENT, cls
 
 
 # -- the user's own object -------------------------------------------------------------------------

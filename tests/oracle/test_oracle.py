@@ -1,4 +1,4 @@
-"""The oracle fails when it should: ranks, scripts, and comparisons of numbers."""
+"""The oracle fails when it should: ranks, and comparisons of numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracle.forks import SHARED
-from tests.oracle.launch import ScriptError, is_running, run_script
 from tests.oracle.parity import distance_in_ulps
 from tests.oracle.projects import Trace
 from tests.oracle.ranks import Pool, RankError
@@ -81,50 +79,6 @@ def test_ranks_that_fail_say_where_and_are_replaced() -> None:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
     pool.kill()
-
-
-NESTED = """
-import os, signal, subprocess, sys, threading, time
-code = "import time\\ndef sleeping():\\n    time.sleep(600)\\nsleeping()"
-child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-print("pids", child.pid, flush=True)
-time.sleep(600)
-"""
-RANKS = """
-import os, signal, threading, time
-from tests.oracle.launch import MARK
-from tests.oracle.ranks import Pool
-del os.environ[MARK]  # by which they would be found and killed
-pool, idle = Pool(1), Pool(1)
-print("pids", pool.run(os.getpid)[0], idle.run(os.getpid)[0], flush=True)
-threading.Thread(target=pool.run, args=(time.sleep, 60.0), daemon=True).start()
-time.sleep(0.3)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def require_gone(message: str) -> None:
-    found = re.search(r"^pids ([\d ]+)$", message, re.MULTILINE)
-    assert found, message
-    deadline = time.monotonic() + 120.0
-    while any(is_running(int(pid)) for pid in found[1].split()):
-        assert time.monotonic() < deadline, "a process outlived the one that started it"
-        time.sleep(0.05)
-
-
-def test_scripts_end_in_time_with_all_that_they_have_started() -> None:
-    for seconds in (1, 5, 60):  # the shortest in which the child comes to sleep
-        with pytest.raises(ScriptError, match=f"did not end within {seconds} s") as caught:
-            run_script(NESTED, launcher="plain", timeout=float(seconds))
-        if "in sleeping" in str(caught.value):
-            break
-    assert "in sleeping" in str(caught.value)
-    require_gone(str(caught.value))
-    # The servers that this process shares, if it does, or new ones would import everything.
-    env = {name: os.environ[name] for name in [SHARED] if name in os.environ}
-    with pytest.raises(ScriptError, match="ended with code -9") as caught:
-        run_script(RANKS, env=env)
-    require_gone(str(caught.value))
 
 
 def test_disagreement_is_named() -> None:

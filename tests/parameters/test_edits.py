@@ -111,26 +111,6 @@ def test_edits_after_a_step_reach_nobody_elses_gather(ranks: Pools) -> None:
                 torch.testing.assert_close(torch.tensor(seen[name]), torch.tensor(value))
 
 
-def _set_grads(stage: int) -> list[Any]:
-    engine, optimizer = _engine(stage)
-    before = _values(engine)
-    for parameter in engine.module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    after = _values(engine)
-    return [
-        (torch.tensor(before[name]) - torch.tensor(after[name])).unique().tolist()
-        for name in before
-    ]
-
-
-def test_gradients_that_the_user_set_are_stepped_everywhere(ranks: Pools) -> None:
-    for stage in STAGES:
-        for changes in ranks(2).run(_set_grads, stage):
-            for change in changes:
-                torch.testing.assert_close(torch.tensor(change), torch.ones(len(change)))
-
-
 def _nested() -> str:
     engine, _ = _engine(3)
     module = engine.module

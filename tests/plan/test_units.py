@@ -1,8 +1,5 @@
 """How models are cut into units, and what is refused at the door."""
 
-import functools
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -38,10 +35,6 @@ BLOCKS = [f"blocks.{number}" for number in range(4)]
 def test_blocks_and_large_leftovers_are_units() -> None:
     assert WIDE * WIDE == MIN_NUMEL
     assert list(find_units(Model())) == ["embedding", *BLOCKS]
-
-
-def test_small_models_are_one_unit() -> None:
-    assert find_units(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))) == {}
 
 
 def test_the_least_size_is_the_users() -> None:
@@ -102,17 +95,9 @@ def test_classes_and_callables() -> None:
     assert list(find_units(model, lambda m: isinstance(m, nn.ModuleList | Model))) == []
 
 
-@pytest.mark.parametrize(
-    ("policy", "error", "words"),
-    [
-        ("layers", ValueError, "units='layers'"),
-        ([int], TypeError, "module classes"),
-        (["Layer"], TypeError, "module classes"),
-        (nn.Conv2d, ValueError, "units=Conv2d matches no module of Model"),
-    ],
-)
-def test_wrong_policies_are_named(policy: object, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+@pytest.mark.parametrize("policy", [[int], ["Layer"]])
+def test_wrong_policies_are_named(policy: object) -> None:
+    with pytest.raises(TypeError, match="module classes"):
         find_units(Model(), policy)
 
 
@@ -167,32 +152,11 @@ def test_a_shared_unit_owns_its_parameters() -> None:
     assert set(owners(model, nn.Sequential).values()) == {""}
 
 
-# ------------------------------------------------------------------------ errors at the door
-
-
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
-
-
-def with_parameter(make: Callable[[], torch.Tensor]) -> nn.Module:
+def test_a_sparse_parameter_is_refused() -> None:
     module = nn.Module()
-    module.odd = nn.Parameter(make())
-    return module
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lazy, "'1.weight' is lazily initialized .* run one batch"),
-        (
-            functools.partial(with_parameter, lambda: torch.eye(2).to_sparse()),
-            "'odd' is not a dense tensor",
-        ),
-    ],
-)
-def test_models_that_cannot_be_sharded_are_named(make: Callable[[], nn.Module], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Engine(make(), Settings())
+    module.odd = nn.Parameter(torch.eye(2).to_sparse())
+    with pytest.raises(ValueError, match="'odd' is not a dense tensor"):
+        Engine(module, Settings())
 
 
 def test_units_are_described_with_their_sizes() -> None:
