@@ -205,7 +205,6 @@ def adapted(dtype: torch.dtype = torch.float32, *, checkpointing: bool = False) 
 
 train("lora", adapted, stages=(1, 2, 3), rests=True)
 train("lora_checkpointed", lambda: adapted(checkpointing=True), ddp="ddp")
-train("lora_mixed", adapted, precisions=("bf16-mixed",))
 train("lora_on_bf16", lambda: adapted(torch.bfloat16), dtype=torch.bfloat16)
 
 # -- built on meta ---------------------------------------------------------------------------------

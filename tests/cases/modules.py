@@ -200,14 +200,6 @@ for module in (Drifting, Manual):
         val_check_interval=2,
         stages=(1, 2, 3),
     )
-case(
-    "buffers",
-    Drifting,
-    "buffers_drifting_accumulating",
-    **BATCHES,
-    val_check_interval=2,
-    accumulate_grad_batches=2,
-)
 
 
 @case("buffers", ulps=256)
@@ -360,11 +352,6 @@ class Momentum(torch.optim.SGD):
         super().__init__(params, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.1)
 
 
-class Foreach(torch.optim.AdamW):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr, amsgrad=True, foreach=True)
-
-
 class Scaled(torch.optim.SGD):
     """Not of torch: whether it may have pieces is found in a trial."""
 
@@ -397,7 +384,7 @@ COMPLEX: dict[str, Any] = {
     "dtype": torch.float32,
     "ddp": "ddp_find_unused_parameters_true",
 }
-for optimizer in (Momentum, Foreach, ByParameter):
+for optimizer in (Momentum, ByParameter):
     case(
         "complex",
         lambda o=optimizer: Spectral(optimizer=o),
@@ -412,13 +399,6 @@ case(
     "complex_lbfgs",
     **COMPLEX,
     max_steps=2,
-)
-case(
-    "complex",
-    lambda: Spectral(optimizer=Momentum),
-    "complex_accumulated",
-    **COMPLEX,
-    accumulate_grad_batches=2,
 )
 case(
     "complex",

@@ -373,12 +373,6 @@ def patch_clocks_and_generators(play: Player, path: str) -> Any:
     return callers, module.states
 
 
-def patch_the_clock(play: Player, path: str) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "monotonic", iter([0.0, 1.0]).__next__)  # for a Timer, say
-        return fit(play, Model()).global_step
-
-
 USES: dict[Callable[[Player, str], Any], dict[str, Any]] = {
     use_a_trainer_before_it_is_set_up: {},
     train_without_an_optimizer: {"stages": (1,)},
@@ -393,7 +387,6 @@ USES: dict[Callable[[Player, str], Any], dict[str, Any]] = {
     name_a_missing_checkpoint: {"stages": (1,)},
     replace_clipping: {},
     look_at_the_precision: {"stages": (1,)},
-    patch_the_clock: {"stages": (3,)},
     patch_clocks_and_generators: {"stages": (3,)},
 }
 

@@ -73,16 +73,6 @@ class EMA(Callback):
         pl_module.notes.append(self.average)
 
 
-class ForeachEMA(EMA):
-    """The same with all parameters in one operation."""
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        torch._foreach_lerp_(
-            list(self.average.values()), [p.data for p in pl_module.parameters()], 0.3
-        )
-
-
 class Orthogonal(Regression):
     """Keeps a weight orthogonal, from the beginning or as soon as it trains."""
 
@@ -149,42 +139,6 @@ EDITING_HOOKS = [
 ]
 
 
-class EWC(Callback):
-    """Elastic weight consolidation: the squares of gradients, and a penalty on them."""
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.start = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
-        self.fisher = {n: torch.zeros(p.shape) for n, p in pl_module.named_parameters()}
-
-    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            self.fisher[name] += parameter.grad.detach() ** 2
-
-    @torch.no_grad()
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            parameter.grad.add_(0.1 * self.fisher[name] * (parameter - self.start[name]))
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.notes.append(self.fisher)
-
-
-class SWAG(Callback):
-    """Means and squares of weights at the ends of epochs; a sample of them for validation."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.sums = [torch.zeros(2, *p.shape) for p in pl_module.parameters()]
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        for total, parameter in zip(self.sums, pl_module.parameters(), strict=True):
-            total += torch.stack([parameter.data, parameter.data.square()])
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        for total, parameter in zip(self.sums, pl_module.parameters(), strict=True):
-            mean, square = total / trainer.max_epochs
-            parameter.data.copy_(mean + (square - mean**2))
-
-
 class TorchsOwn(Callback):
     """Code of torch that keeps views of many parameters while it goes on to others."""
 
@@ -222,9 +176,6 @@ class Saves(Callback):
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "EMA": EMA,
-    "EMA_by_foreach": ForeachEMA,
-    "EWC": EWC,
-    "SWAG": SWAG,
     "of_torch": TorchsOwn,
     "saves": lambda: Saves(of_all=True),
     "edits": Edits,
@@ -251,7 +202,7 @@ case(
     ulps=64,
     callbacks=lambda: [Edits()],
 )
-for name in ("EMA", "saves", "edits"):
+for name in ("EMA", "edits"):
     case(
         "weights in hooks",
         Noted,
@@ -352,14 +303,15 @@ def detached(value: Any) -> Any:
     return [detached(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-for moment in MOMENTS:
+# What is read in one hook must not be there for the next: every other one reads.
+for number in range(2):
     case(
         "weights in hooks",
         Noted,
-        f"reads_{moment}",
+        f"reads_{number}",
         data=SHORT["data"],
         max_steps=3,
-        moments={moment: read_all},
+        moments=dict.fromkeys(MOMENTS[number::2], read_all),
     )
 
 
@@ -500,8 +452,13 @@ def penalty(module: Regression, batch: list[Tensor]) -> Tensor:
     return grad(lambda x: module.loss((x, batch[1])))(batch[0]).pow(2).sum() + module.loss(batch)
 
 
+def linearized(module: Regression, batch: list[Tensor]) -> Tensor:
+    out, tangent = linearize(module, batch[0])
+    return out.pow(2).mean() + tangent(batch[1]).pow(2).mean()
+
+
 TRANSFORMS = [
-    maml, gradients_of_all_weights, gradients_of_each_row, tangents, curvature, penalty,
+    linearized, maml, gradients_of_all_weights, gradients_of_each_row, tangents, curvature, penalty,
 ]  # fmt: skip
 
 
@@ -865,22 +822,6 @@ SWAPS: dict[str, Any] = {"data": SHORT["data"], "max_epochs": 3, "stages": (1, 2
 case("weights in hooks", Swapping, **SWAPS, ulps=64)
 case("weights in hooks", Swapping, "swapping_masters", **SWAPS, precisions=("bf16-mixed",), ulps=64)
 case("weights in hooks", SwapsInStep, **SWAPS)
-
-
-def linearized(module: Regression, batch: list[Tensor]) -> Tensor:
-    out, tangent = linearize(module, batch[0])
-    return out.pow(2).mean() + tangent(batch[1]).pow(2).mean()
-
-
-case(
-    "transforms",
-    lambda: transformed_module(linearized),
-    "linearized",
-    max_steps=2,
-    ulps=64,
-    ddp=UNUSED,
-    stages=(1, 2),
-)
 
 
 class TakesTurns(Regression):

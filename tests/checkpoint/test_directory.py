@@ -33,7 +33,6 @@ from lightning_zero.checkpoint import (
     load,
     read_weights,
 )
-from lightning_zero.checkpoint.values import boxes_in_memory
 from lightning_zero.comm import Control
 from lightning_zero.commands import convert, describe, main
 from tests.oracle import by_trainer, resharding
@@ -45,30 +44,6 @@ from tests.oracle.checkpoints import (
 )
 from tests.oracle.projects import Regression, fit, make_trainer, rows
 from tests.oracle.ranks import Pools
-
-# -- boxes -----------------------------------------------------------------------------------------
-
-
-def test_boxes_are_the_range_in_its_order() -> None:
-    for shape in [(), (5,), (3, 4), (2, 1, 3), (2, 3, 2, 2), (0, 3), (1, 1)]:
-        whole = torch.arange(torch.Size(shape).numel()).view(shape)
-        others = [whole.transpose(0, -1)] if shape else []
-        if len(shape) == 4:
-            others.append(whole.contiguous(memory_format=torch.channels_last))
-        for tensor in (whole, *others):
-            flat = tensor.as_strided((tensor.numel(),), (1,))
-            for start in range(whole.numel() + 1):
-                for stop in range(start, whole.numel() + 1):
-                    found = list(boxes_in_memory(tensor.shape, tensor.stride(), start, stop))
-                    assert len(found) <= max(1, 2 * len(shape) - 1)
-                    parts = []
-                    for offsets, sizes in found:
-                        pairs = zip(offsets, sizes, strict=True)
-                        part = tensor[tuple(slice(o, o + n) for o, n in pairs)].flatten()
-                        parts.append(part.sort().values if tensor is not whole else part)
-                    held = torch.cat([flat[:0], *parts])
-                    assert torch.equal(held.sort().values, flat[start:stop].sort().values)
-
 
 # -- FSDP2 programs and Lightning's strategy -------------------------------------------------------
 

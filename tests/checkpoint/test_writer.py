@@ -50,26 +50,6 @@ def test_bytes_reach_their_place(path: Path, place: int, nbytes: int) -> None:
     assert_written(path, place, content, checksum)
 
 
-def test_large_parts_go_past_the_cache(path: Path, mocker: MockerFixture) -> None:
-    has_direct = True
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_DIRECT))
-    except OSError:
-        has_direct = False
-    write = mocker.spy(os, "pwrite")
-    with Writer(path) as writer:
-        writer.write(100, content_of(LARGE))
-        assert (writer._direct is not None) == has_direct
-        direct = [call.args for call in write.call_args_list if call.args[0] == writer._direct]
-    if not has_direct:  # bytes reach their place all the same
-        assert not direct
-        return
-    sizes = [len(chunk) for _, chunk, _ in direct]
-    assert LARGE - sum(sizes) < 2 * 4096
-    assert len(sizes) == 4, "one write for each buffer"
-    assert all(place % 4096 == 0 for _, _, place in direct)
-
-
 def test_neighbours_share_a_block(path: Path) -> None:
     first, second = content_of(LARGE // 2), content_of(LARGE // 2)
     with Writer(path) as one, Writer(path) as other:

@@ -15,9 +15,6 @@ from tests.oracle.launch import run_here, run_script
 from tests.oracle.ranks import ROOT, Pools
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-EXAMPLES = sorted(
-    path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")
-)
 NUMBER = r"[\d,]+"
 
 
@@ -79,11 +76,6 @@ def test_make_targets_and_linked_files_exist(page: Path) -> None:
 
 
 # ---------------------------------------------------------------------------- examples
-
-
-def test_every_example_is_run_by_a_test() -> None:
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    assert [name_of(e) for e in EXAMPLES if f'"{name_of(e)}"' not in tests] == []
 
 
 Example = Callable[..., str]

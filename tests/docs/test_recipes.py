@@ -86,11 +86,3 @@ def test_a_recipe_fits_what_it_says(path: Path, monkeypatch: pytest.MonkeyPatch)
         assert found.whole == pytest.approx(int(each) * GB, rel=0.05)
     (command,) = re.findall(r"--config (\S+)", text)
     assert ROOT / command == path
-
-
-def test_there_is_a_recipe_for_each_need() -> None:
-    needs = {
-        "zero2_eight_gpus", "8b_eight_gpus", "hybrid_four_nodes", "tensor_parallel_2x4",
-        "one_gpu_offload",
-    }  # fmt: skip
-    assert {path.stem for path in RECIPES} == needs

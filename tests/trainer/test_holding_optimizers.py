@@ -16,7 +16,6 @@ from lightning_zero.optimizer import Way, stepper_of
 from tests.oracle.own_optimizers import Own
 from tests.oracle.projects import Regression, Run, assert_like_ddp, make_trainer, rows, under_all
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import shard
 
 
 def by_weight(weight: Any, p: Tensor) -> float:
@@ -85,29 +84,3 @@ def test_what_cannot_be_copied_is_held_as_under_ddp(
 ) -> None:
     stages = (3 - list(HELD).index(kind) % 3,)
     assert_like_ddp(ranks(2).run(under_all, hold, kind, str(tmp_path), stages=stages))
-
-
-class Viewing(Own):
-    """Steps by what it keeps of the parameters' data."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.kept = {"data": [p.data for p in self.param_groups[0]["params"]]}
-
-
-def keep_views(stage: int, is_late: bool) -> str:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = Viewing(model.parameters())
-    engine = shard(model, stage=stage)
-    with pytest.raises(ValueError, match="keeps views of parameters") as caught:
-        engine.adopt(Viewing(model.parameters()) if is_late else optimizer)
-    engine.close()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(("stage", "is_late"), [(1, False), (3, True)])
-def test_views_of_what_is_sharded_between_steps_are_refused(
-    ranks: Pools, stage: int, is_late: bool
-) -> None:
-    first, second = ranks(2).run(keep_views, stage, is_late)
-    assert first == second

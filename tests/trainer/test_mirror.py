@@ -54,7 +54,7 @@ def test_names_are_there_when_the_mirror_is(code: str, printed: list[str]) -> No
     assert run_python(["-c", FORGET + code]).stdout.splitlines() == printed
 
 
-def train(strategy: str, **options: Any) -> dict[str, torch.Tensor]:
+def train(strategy: str) -> dict[str, torch.Tensor]:
     import pytorch_lightning as pl
     from pytorch_lightning.demos.boring_classes import BoringModel
 
@@ -72,21 +72,10 @@ def train(strategy: str, **options: Any) -> dict[str, torch.Tensor]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
     )
     trainer.fit(module)
     trainer.test(module, verbose=False)
     return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-def train_all(strategies: list[str]) -> list[dict[str, torch.Tensor]]:
-    return [train(strategy, accumulate_grad_batches=2) for strategy in strategies]
-
-
-def test_stages_are_ddp_under_the_mirror(ranks: Pools) -> None:
-    ddp, *stages = ranks(2).run(train_all, ["ddp", "zero1", "zero3"])[0]
-    for params in stages:
-        torch.testing.assert_close(params, ddp, rtol=1e-6, atol=1e-7)
 
 
 CONFIG = """
@@ -157,31 +146,6 @@ def test_ranks_are_forked_under_the_mirror(ranks: Pools) -> None:
     expected = ranks(2).run(train, "ddp")[0]
     words = [f"{value.double().abs().sum():.6f}" for value in expected.values()]
     assert " ".join(words) in run_script(LAUNCH).stdout.splitlines()
-
-
-EVERY_MODULE = """
-import importlib, pkgutil, sys
-import lightning_zero.trainer, lightning_zero.mirror
-names = [module.name for module in pkgutil.iter_modules(lightning_zero.trainer.__path__)]
-assert "strategy" in names
-for name in names:
-    own = importlib.import_module(f"lightning_zero.trainer.{name}")
-    twin = importlib.import_module(f"lightning_zero.mirror.trainer.{name}")
-    assert twin.__file__ == own.__file__
-    assert vars(twin).keys() == vars(own).keys(), name
-    for key, value in vars(twin).items():
-        place = str(getattr(value, "__module__", ""))
-        assert not place.startswith(("lightning.", "lightning_zero.trainer")), (name, key)
-try:
-    importlib.import_module("lightning_zero.mirror.trainer.nothing")
-except ModuleNotFoundError as error:
-    print(error)
-"""
-
-
-def test_every_module_of_the_trainer_has_a_twin() -> None:
-    printed = run_python(["-c", EVERY_MODULE]).stdout
-    assert printed == "No module named 'lightning_zero.mirror.trainer.nothing'\n"
 
 
 def test_objects_of_the_mirror_are_pickled_by_their_own_names(tmp_path: Path) -> None:

@@ -68,21 +68,6 @@ class InAHook(Module):
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
-class InPart(Adam):
-    """Clears all but biases."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.dim() > 1:
-                    p.grad = None
-
-
-class OfASubclassInPart(Module):
-    def configure_optimizers(self) -> Any:
-        return InPart(self.parameters(), 0.05)
-
-
 class Halving(SGD):
     """Keeps half of its gradients, as some ways to accumulate do."""
 
@@ -174,21 +159,6 @@ class SteppedByOwnRule(Module):
         return optimizer
 
 
-class Growing(Adam):
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group({**param_group, "lr": 0.01})
-
-
-class GroupsAreAdded(Module):
-    def configure_optimizers(self) -> Any:
-        return Growing(self.layers[:2].parameters(), 0.05)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            optimizer: Any = self.optimizers()
-            optimizer.add_param_group({"params": list(self.layers[2].parameters())})
-
-
 class HooksOfAll(Module):
     """Hooks on the steps of all optimizers are called for the user's own ones only."""
 
@@ -270,21 +240,6 @@ class ScheduleFree(Module):
         self.optimizer.train()
 
 
-class ScheduleFreeInAWrapper(ScheduleFree):
-    """A wrapper that is no optimizer holds what Lightning wraps."""
-
-    @property
-    def optimizer(self) -> Any:
-        class Holder:
-            def __init__(self, held: Any) -> None:
-                self.held = held
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.held, name)
-
-        return Holder(self.optimizers())
-
-
 class CountingModes(schedulefree.AdamWScheduleFree):  # type: ignore[name-defined, misc]
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -311,19 +266,16 @@ class ScheduleFreeBySubclass(ScheduleFree):
 
 MODULES = [
     InAHook,
-    OfASubclassInPart,
     Keeping,
     Patched,
     WithinAStep,
     OwnedWithinAStep,
     SteppedTwice,
     SteppedByOwnRule,
-    GroupsAreAdded,
     HooksOfAll,
     WithoutAConstructor,
     Manual,
     ScheduleFree,
-    ScheduleFreeInAWrapper,
     ScheduleFreeBySubclass,
 ]
 

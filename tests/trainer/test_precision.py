@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_zero import ZeROPrecision, ZeROStrategy
-from lightning_zero.optimizer import LossScaler
+from lightning_zero import ZeROPrecision
 from tests.oracle.projects import Regression, make_trainer, rows
 from tests.oracle.ranks import Pools
 
@@ -47,25 +45,6 @@ def _kinds_of_state() -> None:
 
 def test_weights_and_masters_have_the_dtypes_of_the_table(ranks: Pools) -> None:
     ranks(2).run(_kinds_of_state)
-
-
-def test_plugin_of_the_strategy_is_kept() -> None:
-    plugin = ZeROPrecision("16-mixed", scaler=LossScaler(init_scale=8.0))
-    trainer = Trainer(
-        accelerator="cpu", devices=1, strategy=ZeROStrategy(precision_plugin=plugin), logger=False
-    )
-    assert trainer.precision_plugin is plugin
-    assert trainer.precision == "16-mixed"
-    assert trainer.precision_plugin.state_dict()["scale"] == 8.0
-
-
-def test_scaler_reads_that_of_torch() -> None:
-    torch_scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=7)
-    ours = ZeROPrecision.of(MixedPrecision("16-mixed", "cpu", torch_scaler))
-    assert ours.state_dict() == torch_scaler.state_dict()
-    ours.load_state_dict({**torch_scaler.state_dict(), "scale": 32.0, "_growth_tracker": 3})
-    torch_scaler.load_state_dict(ours.state_dict())
-    assert torch_scaler.get_scale() == 32.0
 
 
 def test_a_scaler_that_is_disabled() -> None:
