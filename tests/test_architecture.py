@@ -43,7 +43,6 @@ INNER = {
     "checkpoint.archive",
     "checkpoint.files",
     "checkpoint.safetensors",
-    "checkpoint.values",
     "checkpoint.writer",
     "comm.watchdog",
     "engine.gradients",
