@@ -84,7 +84,7 @@ def model_of_config(config: Mapping[str, Any], model: str | None) -> tuple[str, 
             "The configuration has no `model.class_path`. Pass --model, for example"
             " --model examples/train_gpt.py:GPT."
         )
-    return name, section.pop("init_args", section)
+    return name, section.pop("init_args", section) or {}
 
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:

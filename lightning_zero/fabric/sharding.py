@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, data_group, default_group, device_mesh, share
+from lightning_zero.comm import (
+    Communicator,
+    data_group,
+    default_group,
+    device_mesh,
+    end_at_exit,
+    enter_group,
+    process_groups,
+    share,
+    towards,
+)
 from lightning_zero.engine import Engine, broadcast_buffers
 from lightning_zero.fabric import internals
 from lightning_zero.memory import explained_memory
@@ -27,6 +40,29 @@ class Sharding:
     """
 
     settings: Settings
+
+    @contextmanager
+    def _joining(self: Any) -> Iterator[None]:
+        """Enter the context in which Lightning makes the default process group.
+
+        Ranks of torchrun join here, in a store without keys from before a restart.
+        """
+        environment = self.cluster_environment
+        with towards(environment.main_address):
+            has_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            is_elastic = has_agents and isinstance(environment, TorchElasticEnvironment)
+            if is_elastic and not process_groups.is_initialized():
+                enter_group(
+                    environment.main_address,
+                    environment.main_port,
+                    backend=self._get_process_group_backend(),
+                    rank=environment.global_rank(),
+                    world_size=environment.world_size(),
+                    timeout=self._timeout or default_pg_timeout,
+                    device=self.root_device,
+                )
+            yield
+        end_at_exit()
 
     @property
     def device_mesh(self: Any) -> Any:

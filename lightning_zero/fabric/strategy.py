@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, end_at_exit, towards
+from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine, piece_among
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import SavingStrategy
@@ -117,10 +117,8 @@ class ZeROStrategy(SavingStrategy):
 
     @override
     def setup_environment(self) -> None:
-        assert self.cluster_environment is not None
-        with towards(self.cluster_environment.main_address):
+        with self._joining():
             super().setup_environment()
-        end_at_exit()
         # Fabric has no teardown: when the strategy is freed, or at exit after an exception.
         weakref.finalize(self, _leave, self.engines).atexit = False
 

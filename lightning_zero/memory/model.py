@@ -41,6 +41,8 @@ from lightning_zero.tensors import bytes_held, tensors_in
 _META = torch.device("meta")
 OF_STAGE_3 = ("reshard_after_forward",)
 """Settings that apply to stage 3 only."""
+_SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+"""Precisions by the short names that the Trainer takes, too."""
 _TRUE_DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}
 _MOST_STAGED = 2**25
 """Bytes of host memory in which a step from files stages Adam's states."""
@@ -168,6 +170,7 @@ class ModelPlan:
                 "Activations are counted with activation_checkpointing=True, of every unit, or"
                 f" without, got {checkpointing!r}. Remove `batch`, or pass True."
             )
+        precision = _SHORT.get(str(precision), precision)
         if precision not in RECIPES:
             raise ValueError(
                 f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."

@@ -237,7 +237,7 @@ class WholeStep(Stepper):
         """Fill what is stepped; a collective."""
         wholes = list(self._wholes.values())
         have_grads = bytes([whole.piece.grad is not None for whole in wholes])
-        maxima = self._control.call(SyncPoint.GRADIENT, have_grads).wait()
+        maxima = self._control.call(SyncPoint.STEP, have_grads).wait()
         for whole, flag in zip(wholes, maxima, strict=True):
             whole.has_grad = bool(flag)
         with lasting_tensors(), torch.no_grad():

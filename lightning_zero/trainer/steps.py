@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -27,10 +24,6 @@ from lightning_zero.comm import (
     StepTimes,
     SyncPoint,
     Traffic,
-    end_at_exit,
-    enter_group,
-    process_groups,
-    towards,
 )
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import Sharding
@@ -196,29 +189,8 @@ class SteppingStrategy(Sharding, DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        assert self.cluster_environment is not None
-        with towards(self.cluster_environment.main_address):
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-                self._enter_group()
+        with self._joining():
             super().setup_distributed()
-        end_at_exit()
-
-    def _enter_group(self) -> None:
-        """Make the group before Lightning does, in a store without keys from before a restart."""
-        if process_groups.is_initialized() or not isinstance(
-            self.cluster_environment, TorchElasticEnvironment
-        ):
-            return
-        self.set_world_ranks()
-        enter_group(
-            self.cluster_environment.main_address,
-            self.cluster_environment.main_port,
-            backend=self._get_process_group_backend(),
-            rank=self.global_rank,
-            world_size=self.world_size,
-            timeout=self._timeout or default_pg_timeout,
-            device=self.root_device,
-        )
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

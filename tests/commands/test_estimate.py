@@ -166,8 +166,11 @@ def test_command_reads_what_a_configuration_gives_the_strategy(capsys: Any, tmp_
     code, out, _ = run(capsys, str(config), "--model", GPT, "--optimizer", "sgd")
     assert code == 0
     assert "Ignored the arguments of My." in out
-    config.write_text("trainer: {devices: 2, strategy: zero3_nvme}\n")
-    code, out, _ = run(capsys, str(config), "--model", GPT, "--optimizer", "sgd", "--stages", "3")
+    config.write_text(
+        "trainer: {devices: 2, strategy: zero3_nvme, precision: bf16}\n"
+        f"model: {{class_path: '{GPT}', init_args: }}\n"
+    )
+    code, out, _ = run(capsys, str(config), "--optimizer", "sgd", "--stages", "3")
     assert code == 0
     assert "zero3_nvme, 2 ranks" in out
 
