@@ -85,7 +85,7 @@ class ShardedPrecision(Precision):
             made = plugin
         elif isinstance(plugin, cls.plugins[-1]):
             scaler = None if plugin.scaler is None else _scaler_of(plugin)
-            made = cls._made(plugin.precision, scaler, plugin.device)
+            made = cls(plugin.precision, scaler, plugin.device)
         elif type(plugin) in cls.plugins:
             made = cls(plugin.precision)
         if made is not None:
@@ -94,10 +94,6 @@ class ShardedPrecision(Precision):
             f"ZeROStrategy does not support the precision plugin {type(plugin).__name__}. Use"
             f" {cls.runner}(precision=...) with one of {', '.join(map(repr, RECIPES))}."
         )
-
-    @classmethod
-    def _made(cls, *args: Any) -> Any:
-        return cls(*args)
 
     @property
     def recipe(self) -> Recipe:
@@ -174,8 +170,11 @@ class FabricPrecision(ShardedPrecision):
 
     @classmethod
     @override
-    def _made(cls, precision: str, scaler: LossScaler | None, device: str) -> FabricPrecision:
-        return (cls if scaler is None else ScaledPrecision)(precision, scaler, device)
+    def of(cls, plugin: Any) -> Any:
+        made = super().of(plugin)
+        if made.scaler is not None and not isinstance(made, ScaledPrecision):
+            return ScaledPrecision(str(made.precision), made.scaler, made.device)
+        return made
 
     def unscale(
         self, optimizer: Optimizer, find_piece: FindPiece, comm: Communicator | None

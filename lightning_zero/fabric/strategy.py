@@ -110,7 +110,7 @@ class ZeROStrategy(SavingStrategy):
     def precision(self, precision: Precision | None) -> None:
         # Lightning's connector reads `_precision` to see whether the user passed one, and
         # otherwise assigns its own.
-        self._zero_precision = FabricPrecision.of(precision or Precision())
+        self._zero_precision: FabricPrecision = FabricPrecision.of(precision or Precision())
         self._precision = None if precision is None else self._zero_precision
 
     # -- setup -----------------------------------------------------------------------------------

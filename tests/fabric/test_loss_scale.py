@@ -10,26 +10,30 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 
-from lightning_zero.fabric import ZeROStrategy
+from lightning_zero.fabric import FabricPrecision, ZeROStrategy
+from lightning_zero.optimizer import LossScaler
 from tests.oracle.models import Blocks
 from tests.oracle.ranks import Pools
 
 WIDTH = 8
 
 
-def fabric_of(stage: int) -> Fabric:
+def fabric_of(stage: int, precision: Any = None) -> Fabric:
     # Fabric would replace precision="16-mixed" on CPUs.
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    precision = precision or MixedPrecision("16-mixed", "cpu", scaler)
     strategy = ZeROStrategy(stage, min_num_params=1, precision=precision)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     return fabric
 
 
-def _with_a_parameter_outside(stage: int) -> tuple[float, float, float, float]:
+def _with_a_parameter_outside(
+    stage: int, *, is_own: bool = False
+) -> tuple[float, float, float, float]:
     """Step once; return the parameter's move, and norms before and after a step left out."""
-    fabric = fabric_of(stage)
+    own = FabricPrecision("16-mixed", LossScaler(1024.0)) if is_own else None
+    fabric = fabric_of(stage, own)
     torch.manual_seed(0)
     model, factor = Blocks(2, WIDTH), nn.Parameter(torch.ones(()))
     model, optimizer = fabric.setup(model, torch.optim.SGD([*model.parameters(), factor], lr=0.1))
@@ -46,9 +50,14 @@ def _with_a_parameter_outside(stage: int) -> tuple[float, float, float, float]:
     return move, 2 * loss.item(), *norms
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_parameters_of_no_module_are_unscaled_and_clipped(ranks: Pools, stage: int) -> None:
-    for move, expected, first, second in ranks(2).run(_with_a_parameter_outside, stage):
+@pytest.mark.parametrize(("stage", "is_own"), [(1, False), (3, False), (3, True)])
+def test_parameters_of_no_module_are_unscaled_and_clipped(
+    ranks: Pools, stage: int, is_own: bool
+) -> None:
+    """Also with a plugin of ours that the user has made."""
+    for move, expected, first, second in ranks(2).run(
+        _with_a_parameter_outside, stage, is_own=is_own
+    ):
         assert move == pytest.approx(expected, rel=1e-2)
         assert expected < first < 1e3
         # A step that was left out after clipping does not count for the next gradients.
