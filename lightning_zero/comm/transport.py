@@ -466,7 +466,7 @@ class Collectives(Transport):
         try:
             _all_gather(whole, part, group=self._gather_group)
             _reduce_scatter(part, whole, group=self._reduce_group)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             raise ValueError(
                 f"The process group's backend {dist.get_backend()!r} could not all-gather and"
                 f" reduce-scatter tensors on a device of type {self.device.type!r}, which weights"

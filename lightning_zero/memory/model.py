@@ -22,6 +22,7 @@ from lightning_zero.memory.walk import (
     Kinds,
     Reductions,
     Snapshot,
+    UnitTerms,
     Walk,
     terms_of_specs,
 )
@@ -129,6 +130,41 @@ class Estimate:
     def device_peak(self) -> int:
         """The most bytes in device memory within a step; on a CPU, staging is included."""
         return self.host_peak if self.is_on_host else self.peak.total
+
+
+@dataclass(frozen=True)
+class Run:
+    """Which run is predicted, and for which of its ranks.
+
+    Attributes:
+        stage: 1, 2 or 3; 0 is DDP.
+        world_size: Number of ranks.
+        rank: The rank that holds the bytes.
+        num_microbatches: Microbatches of a step.
+        offload: What rests outside the device.
+
+    Raises:
+        ValueError: The stage allows no such rank or no such offload.
+    """
+
+    stage: int
+    world_size: int
+    rank: int = 0
+    num_microbatches: int = 1
+    offload: Offload | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"Expected world_size >= 1, got {self.world_size!r}.")
+        if not 0 <= self.rank < self.world_size:
+            last = self.world_size - 1
+            raise ValueError(f"Expected a rank from 0 to {last}, got {self.rank!r}.")
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {self.stage!r}.")
+        if self.offload is not None and self.stage == 0:
+            raise ValueError(
+                f"Expected stage 1, 2 or 3 with offload, got stage=0 (DDP) and {self.offload}."
+            )
 
 
 class ModelPlan:
@@ -251,13 +287,16 @@ class ModelPlan:
         """
         if isinstance(offload, str):
             offload = Offload.of_stage(stage, offload)
-        _require_sense(stage, world_size, rank, offload)
-        rests: dict[Medium, Kinds] = {medium: dict.fromkeys(RESTING, 0) for medium in Medium}
+        run = Run(stage, world_size, rank, num_microbatches, offload)
+        units = self._terms(run) if stage else []
+        rests = {
+            medium: {kind: sum(unit.resting[medium][kind] for unit in units) for kind in RESTING}
+            for medium in Medium
+        }
         if stage == 0:
             snapshots = self._under_ddp(adds=num_microbatches > 1)
         else:
-            where = stage, world_size, rank, num_microbatches, offload
-            snapshots = self._under_engine(rests, *where)
+            snapshots = self._under_engine(run, units, rests)
         staging = max(part.staging for part in snapshots)
         return Estimate(
             stage, world_size, self.precision, self.num_parameters, self.has_units,
@@ -269,41 +308,33 @@ class ModelPlan:
             offload=offload,
         )  # fmt: skip
 
-    def _under_engine(
-        self,
-        rests: dict[Medium, Kinds],
-        stage: int,
-        world_size: int,
-        rank: int,
-        num_microbatches: int,
-        offload: Offload | None,
-    ) -> list[Snapshot]:
-        """Return a step under the engine, and add to ``rests`` what a rank holds between steps."""
-        on_host = offload is not None and offload.is_mapped(self.device)
-        asked = self._at(stage, offload)
-        self._require_support(asked, on_host=on_host)
-        chosen = replace(asked, offload=None)  # what rests is that of the terms
-        num_shards = chosen.division(world_size)["num_shards"]
-        place = rank % num_shards
-        specs = specify_units(self.module, chosen)
-        units = terms_of_specs(
-            specs,
+    def _terms(self, run: Run) -> list[UnitTerms]:
+        """Return what each unit will hold on the rank; raise a ``ValueError`` where a run would."""
+        on_host = run.offload is not None and run.offload.is_mapped(self.device)
+        self._require_support(self._at(run.stage, run.offload), on_host=on_host)
+        settings = self._at(run.stage)  # terms know of offload themselves
+        num_shards = settings.division(run.world_size)["num_shards"]
+        place = run.rank % num_shards
+        return terms_of_specs(
+            specify_units(self.module, settings),
             lambda parameter, numel: self._states.nbytes(parameter, numel, place, num_shards),
             num_shards=num_shards,
-            num_copies=world_size // num_shards,
+            num_copies=run.world_size // num_shards,
             rank=place,
-            offload=offload,
+            offload=run.offload,
             on_host=on_host,
         )
-        for medium, kinds in rests.items():
-            kinds.update(
-                {kind: sum(unit.resting[medium][kind] for unit in units) for kind in kinds}
-            )
+
+    def _under_engine(
+        self, run: Run, units: list[UnitTerms], rests: dict[Medium, Kinds]
+    ) -> list[Snapshot]:
+        """Return a step under the engine, between whose steps a rank holds ``rests``."""
+        settings, adds = self._at(run.stage), run.num_microbatches > 1
+        num_shards = settings.division(run.world_size)["num_shards"]
+        is_local = not settings.plan(torch.float32).reduces_every_microbatch
         still = {**dict.fromkeys(KINDS, 0), **rests[Medium.DEVICE], "buffers": self._buffers}
-        plans = (flat.plan for spec in specs for flat in spec.flat_parameters)
-        is_local = not next(plans).reduces_every_microbatch
         if not self.has_units:
-            kept = sum(unit.partial for unit in units) if is_local and num_microbatches > 1 else 0
+            kept = sum(unit.partial for unit in units) if is_local and adds else 0
             return [
                 Snapshot("", "backward", {**still, "unreduced": kept}),
                 Snapshot("", "rest", still),
@@ -318,13 +349,14 @@ class ModelPlan:
             units,
             list(map(id, parameters)),
             is_local=is_local,
-            num_microbatches=num_microbatches,
+            num_microbatches=run.num_microbatches,
             num_shards=num_shards,
             receives=self.device.type == "cpu" and num_shards > 1,
         )
-        found = Walk(events, still, reductions, Gathered(events, reductions, asked)).parts()
-        stepped = self._states.stepped(place, num_shards) + max(unit.lent for unit in units)
-        is_staged = offload is not None and offload.optimizer == "nvme"
+        found = Walk(events, still, reductions, Gathered(events, reductions, settings)).parts()
+        stepped = self._states.stepped(run.rank % num_shards, num_shards)
+        stepped += max(unit.lent for unit in units)
+        is_staged = run.offload is not None and run.offload.optimizer == "nvme"
         staged = min(rests[Medium.DISK]["states"], _MOST_STAGED) if is_staged else 0
         if stepped or staged:
             found.append(Snapshot("", "step", {**still, "gathered": stepped}, staging=staged))
@@ -395,18 +427,6 @@ class ModelPlan:
         return self._events[is_cast]
 
 
-def _require_sense(stage: int, world_size: int, rank: int, offload: Offload | None) -> None:
-    """Raise a ``ValueError`` unless the stage allows such a rank and such an offload."""
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"Expected a rank from 0 to {world_size - 1}, got {rank!r}.")
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
-    if offload is not None and stage == 0:
-        raise ValueError(f"Expected stage 1, 2 or 3 with offload, got stage=0 (DDP) and {offload}.")
-
-
 def _built(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
@@ -463,7 +483,7 @@ def estimate(
     """
     settings = _settings_of(strategy)
     stage = 0 if strategy == "ddp" else settings.stage
-    _require_sense(settings.stage, world_size, rank, None)
+    Run(settings.stage, world_size, rank)  # raises if there is no such rank
     with _uncut(model_or_numel, settings, rank, world_size, batch) as (model, own, size):
         subject = ModelPlan(
             model, own, precision=precision, optimizer=optimizer, batch=batch, step=step,

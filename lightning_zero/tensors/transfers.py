@@ -365,7 +365,7 @@ def require_abilities(device: torch.device) -> None:
         event = torch.Stream(device).record_event()
         torch.accelerator.current_stream(device).wait_event(event)
         torch.empty(1, device=device).untyped_storage().resize_(0)
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:
         raise ValueError(
             "Torch finds no streams and events, or no storages that can be resized, for a device of"
             f" type {device.type!r}. Train on the CPU, or on a device that `torch.accelerator`"
