@@ -8,19 +8,19 @@ import sys
 
 import pytest
 
+from tests.oracle.devices import NO_HOSTS
 from tests.oracle.ranks import ROOT
 
 LIMIT = 60.0
 SCRIPT = ROOT / "examples" / "benchmarks" / "hosts.py"
 
 
+@NO_HOSTS
 @pytest.mark.timeout(170)
 def test_the_others_end_and_name_the_ranks_of_a_lost_host() -> None:
     """Also if it has the store. All hosts are lost at once, as their ranks mostly wait."""
     words = [sys.executable, "-W", "ignore", str(SCRIPT), "--faults", "--limit", str(LIMIT)]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=160, cwd=ROOT)
-    if "Cannot simulate hosts here" in ran.stderr:
-        pytest.skip("`ip netns` is not permitted")
     assert not ran.returncode, ran.stderr
     cases = json.loads(ran.stdout)
     assert {(case["how"], case["stage"]) for case in cases} == {

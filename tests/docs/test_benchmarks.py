@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.oracle.devices import NO_HOSTS
 from tests.oracle.launch import run_script
 from tests.oracle.ranks import ROOT
 
@@ -122,15 +123,11 @@ def test_the_page_of_optimizers_is_true() -> None:
         assert float(difference) <= max(10 * float(written), 1e-5), line
 
 
+@NO_HOSTS
 @pytest.mark.parametrize("num_hosts", [2, 3])
 def test_what_passes_between_hosts_is_in_the_ledger(num_hosts: int) -> None:
     """Several hosts without shared memory: DDP's loss, and the bytes that pass between them."""
     benchmark, names = load("hosts"), ["ddp", "zero3", "zero3, hybrid", "zero3, 8 bits"]
-    try:
-        with benchmark.hosts(1, 1):
-            pass
-    except RuntimeError as error:
-        pytest.skip(str(error))
     job = benchmark.Job(
         dim=128, layers=2, heads=2, vocabulary=2048, length=16, batch=1, steps=4, warmup=1
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +22,19 @@ import torch.distributed as dist
 from tests.oracle.ranks import loopback
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
+"""A machine without one rehearses the same tests on the CPU; `make gpu` runs these."""
 DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
+
+
+def _makes_hosts() -> bool:
+    found = shutil.which("ip"), shutil.which("unshare")
+    return all(found) and not subprocess.run(["unshare", "--net", "true"], check=False).returncode
+
+
+NO_HOSTS = pytest.mark.skipif(
+    not _makes_hosts(),
+    reason="hosts are played by network namespaces, which need the rights of root and iproute2",
+)
 
 
 def join(kind: str, *, rank: int, world_size: int, **group: Any) -> torch.device:
