@@ -6,6 +6,7 @@ data_offsets}}``, and the data. It is simple enough to need no package.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.files import Place, mapped
+from lightning_zero.checkpoint.files import Place, Temporary, mapped
 
 INDEX = "model.safetensors.index.json"
 """The file that says which file of a folder holds which tensor, as Hugging Face has it."""
@@ -195,11 +196,12 @@ def _write_file(
         position = stop
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    temporary = path.with_name(f".{path.name}.saving")
-    with temporary.open("wb") as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for name in names:
-            file.write(read(name).detach().contiguous().view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    head = struct.pack("<Q", len(encoded)) + encoded
+    with contextlib.closing(Temporary(path, len(head) + position)) as temporary:
+        with temporary.path.open("r+b") as file:
+            file.write(head)
+            for name in names:
+                file.write(read(name).detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.keep()

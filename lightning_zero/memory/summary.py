@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from lightning_zero.memory.report import format_bytes
 from lightning_zero.memory.states import OptimizerStates
 from lightning_zero.memory.walk import flat_bytes
 from lightning_zero.plan import whole_tensors
-from lightning_zero.tensors import bytes_held
+from lightning_zero.tensors import bytes_held, without_draws
 
 
 def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
@@ -89,21 +88,17 @@ def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
     dtypes = {id(p): flat.plan.master.dtype for flat in sharded.flats for p in flat.parameters}
     states = OptimizerStates(sharded.optimizers if counts_states else [], dtypes=dtypes)
     rows = Counter({"buffers": sum(map(bytes_held, whole_tensors(sharded.module)))})
-    before = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            for flat in sharded.flats:
-                kinds = flat_bytes(
-                    flat.plan,
-                    flat.layout,
-                    [piece.parameter for piece in flat.pieces],
-                    axis.rank,
-                    lambda own, numel: states.nbytes(own, numel, axis.rank, axis.size),
-                    trainable=flat.trainable and bool(sharded.optimizers),
-                )
-                rows.update(flat.plan.rows(kinds))
-    finally:
-        random.setstate(before)
+    with without_draws():
+        for flat in sharded.flats:
+            kinds = flat_bytes(
+                flat.plan,
+                flat.layout,
+                [piece.parameter for piece in flat.pieces],
+                axis.rank,
+                lambda own, numel: states.nbytes(own, numel, axis.rank, axis.size),
+                trainable=flat.trainable and bool(sharded.optimizers),
+            )
+            rows.update(flat.plan.rows(kinds))
     return rows
 
 

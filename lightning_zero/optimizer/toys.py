@@ -7,8 +7,6 @@ import copy
 import gc
 import io
 import math
-import random
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,7 +24,7 @@ from lightning_zero.optimizer.known import state_entries
 from lightning_zero.optimizer.pieces import parameter_of
 from lightning_zero.optimizer.steppers import members, stepper_of
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import bytes_held, internals, is_wrapper
+from lightning_zero.tensors import bytes_held, internals, is_wrapper, without_draws
 
 Toys = Mapping[int, Sequence[tuple[Parameter, Parameter]]]
 """Toys by the index of their param group, each with the parameter that it stands for."""
@@ -45,22 +43,15 @@ def stepping_toys(toys: Iterable[Tensor]) -> Iterator[None]:
     optimizers are not called.
     """
     devices = {toy.device for toy in toys if toy.device.type not in ("cpu", "meta")}
-    drawn, numpy = random.getstate(), sys.modules.get("numpy")
-    drawn_by_numpy = None if numpy is None else numpy.random.get_state()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(without_draws())
         for kind in {device.type for device in devices}:
             own = [device for device in devices if device.type == kind]
             stack.enter_context(torch.random.fork_rng(own, device_type=kind))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(internals.without_hooks_of_all_steps())
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        try:
-            yield
-        finally:
-            random.setstate(drawn)
-            if numpy is not None:
-                numpy.random.set_state(drawn_by_numpy)
+        yield
 
 
 # -- copies ----------------------------------------------------------------------------------------

@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import copy
 import operator
-import random
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch.nn import Parameter
 
 from lightning_zero.plan.cuts import original_class
+from lightning_zero.tensors import without_draws
 
 CAST_WEIGHTS = ("autocast", "all", "none")
 """The choices of which weights mixed precision casts."""
@@ -104,7 +102,7 @@ def _known_to_be_cast(root: nn.Module) -> Iterator[Parameter]:
 def _cast_in_forward(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the module's own parameters that its forward uses once, and casts."""
     try:
-        with _without_draws():
+        with without_draws():
             graph = _Uses(param_shapes_constant=True).trace(_copy(module))
     except Exception:  # forward may raise anything on stand-ins without data
         return ()
@@ -123,20 +121,6 @@ class _Uses(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Return ``True`` for every child."""
         return True
-
-
-@contextmanager
-def _without_draws() -> Iterator[None]:
-    """Enter a context that restores the random number generators at its end."""
-    numpy, states = sys.modules.get("numpy"), random.getstate()
-    of_numpy = numpy and numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(states)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
 
 
 def _copy(module: nn.Module) -> nn.Module:

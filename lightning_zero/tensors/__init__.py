@@ -18,6 +18,7 @@ from lightning_zero.tensors.contexts import (
     span,
     uncollected,
     unseen,
+    without_draws,
 )
 from lightning_zero.tensors.memory import (
     LARGE_BYTES,

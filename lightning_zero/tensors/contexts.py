@@ -1,10 +1,12 @@
-"""Contexts: ordinary tensors, leaving modes, no garbage collection, and profiler ranges."""
+"""Contexts: ordinary tensors, leaving modes, random numbers, garbage, and profiler ranges."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import gc
+import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -55,6 +57,20 @@ def outside() -> Iterator[None]:
             internals.enter_function_mode(mode)
         for level in reversed(levels):
             internals.enter_func_level(level)
+
+
+@contextlib.contextmanager
+def without_draws() -> Iterator[None]:
+    """Enter a context at whose end the random number generators of the host are as before."""
+    numpy, states = sys.modules.get("numpy"), random.getstate()
+    of_numpy = numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 def runs_outside(function: _Function) -> _Function:

@@ -150,6 +150,16 @@ def test_safetensors_files_are_those_of_the_package(tmp_path: Path) -> None:
                 assert torch.equal(other.double(), value.double())
 
 
+def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+    path, value = tmp_path / "a.safetensors", torch.arange(3.0)
+    shapes = dict.fromkeys(("first", "second"), (value.dtype, (3,)))
+    write_safetensors(path, shapes, {"first": value, "second": value}.__getitem__)
+    with pytest.raises(KeyError):
+        write_safetensors(path, shapes, {"first": -value}.__getitem__)
+    assert torch.equal(read_safetensors(path)["first"], value)
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def headed(header: str) -> bytes:
     """A file of a header and four bytes."""
     return len(header).to_bytes(8, "little") + header.encode() + bytes(4)
