@@ -1,7 +1,7 @@
 """Torch tensors, their memory and files, on which everything else builds; nothing about ZeRO.
 
 ========== =====================================================================================
-contexts   ordinary tensors, leaving modes, pausing garbage collection, profiler ranges
+contexts   ordinary tensors, leaving modes, random numbers, no garbage, profiler ranges
 nested     the tensors in nested values, and in tensors that wrap others
 properties torch's functions, grouped by what they need of a tensor's memory
 memory     chunk sizes, storages counted while they are alive, huge pages, mapped files

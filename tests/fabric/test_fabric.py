@@ -204,3 +204,30 @@ def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
     assert ended.code != 0
     assert "no report from rank 1" in ended.output  # by rank 0
     assert "out of luck" in ended.output
+
+
+KILLED = """
+import os, signal, torch
+from lightning.fabric import Fabric
+from tests.oracle.launch import say
+import lightning_zero
+
+life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+fabric = Fabric(accelerator="cpu", devices=2, strategy="zero3")
+fabric.launch()
+net = torch.nn.Linear(4, 2)
+model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), 0.1))
+for step in range(3):
+    if (life, step, fabric.global_rank) == ("0", 1, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    fabric.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+say(f"life {life} ends")
+"""
+
+
+def test_torchrun_restarts_the_ranks_of_a_loop(tmp_path: Path) -> None:
+    """The agents' store still has the addresses of the first life."""
+    ended = run_script(KILLED, launcher="torchrun", restarts=1, timeout=120, cwd=tmp_path)
+    assert ended.stdout.count("life 1 ends") == 2, ended.output
