@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import (
     are_safetensors,
+    existing,
     load_module_state,
     module_state,
     read_weights,
@@ -26,8 +28,21 @@ from lightning_zero.checkpoint import (
 from lightning_zero.comm import whole
 from lightning_zero.fabric import Checkpoints, writes_files
 from lightning_zero.optimizer import stepper_of, wraps_states
-from lightning_zero.trainer.internals import StoredPath, unwrapped
+from lightning_zero.trainer.internals import StoredPath, SubprocessLauncher, unwrapped
 from lightning_zero.trainer.steps import SteppingStrategy
+
+
+class Launcher(SubprocessLauncher):
+    """Starts the other ranks, unless the checkpoint to load is missing: each would then fail."""
+
+    @override
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+        is_file = path is not None and not re.search("^(best|last|hpc|registry|.*:.*)$", str(path))
+        starts_ranks = not self.cluster_environment.creates_processes_externally
+        if is_file and starts_ranks and not existing(Path(str(path))).exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class SavingStrategy(SteppingStrategy):
@@ -37,6 +52,14 @@ class SavingStrategy(SteppingStrategy):
     2. The Trainer asks for states, saves and loads. Loads before setup are postponed.
     3. Setup ends with :meth:`_load_pending`, which runs them.
     """
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        # What names a checkpoint of a user's `CheckpointIO` need not be a path.
+        if isinstance(self._launcher, SubprocessLauncher) and self._writes_files:
+            assert self.cluster_environment is not None
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

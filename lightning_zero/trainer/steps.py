@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -18,7 +15,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint import existing
 from lightning_zero.comm import (
     Control,
     StepTimes,
@@ -36,19 +32,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _T = TypeVar("_T")
-
-
-class Launcher(internals.SubprocessLauncher):
-    """Starts the other ranks, unless the checkpoint to load is missing: each would then fail."""
-
-    @override
-    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
-        is_file = path is not None and not re.search("^(best|last|hpc|registry|.*:.*)$", str(path))
-        starts_ranks = not self.cluster_environment.creates_processes_externally
-        if is_file and starts_ranks and not existing(Path(str(path))).exists():
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")
-        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 class NoSync:
@@ -179,13 +162,6 @@ class SteppingStrategy(Sharding, DDPStrategy):
     def _current(self) -> Run:
         assert self._run is not None, "the environment is set up before anything else"
         return self._run
-
-    @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        if isinstance(self._launcher, internals.SubprocessLauncher):
-            assert self.cluster_environment is not None
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_distributed(self) -> None:

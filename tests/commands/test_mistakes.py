@@ -58,3 +58,28 @@ def test_the_last_lines_name_the_mistake(tmp_path: Path) -> None:
         print("\n".join([f"{name}:", *(f"    {line}" for line in lines)]))
         assert MISTAKES[name][1] in "\n".join(lines), (name, lines)
         assert "Initializing distributed" not in output, name
+
+
+NAMED = """
+import lightning_zero, torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Named(TorchCheckpointIO):
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        torch.save(checkpoint, "of run 1")
+    def load_checkpoint(self, path, *args, **kwargs):
+        return torch.load("of run 1", weights_only=False)
+
+how = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+for steps, path in ((1, None), (2, "run 1")):
+    trainer = Trainer(strategy="zero3", max_steps=steps, plugins=[Named()], **how)
+    trainer.fit(BoringModel(), ckpt_path=path)
+    trainer.save_checkpoint("run 1")
+print("ended after", trainer.global_step)
+"""
+
+
+def test_a_checkpoint_of_a_plugin_need_not_be_a_path(tmp_path: Path) -> None:
+    assert "ended after 2" in run_script(NAMED, launcher="plain", cwd=tmp_path).stdout
