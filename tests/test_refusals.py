@@ -7,6 +7,7 @@ up. The calls run on one rank, or on two.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,6 +112,23 @@ class Parametrized(Regression):
 class MakesParameters(Regression):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         nn.Parameter(self.head.weight)
+
+
+class Converted(Regression):
+    """Converts its weights, at rest or in a step."""
+
+    def __init__(self, convert: Callable[[Any], Any], *, in_step: bool) -> None:
+        super().__init__()
+        self.convert, self.in_step = convert, in_step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if not self.in_step:
+            self.convert(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.convert(self)
+        return loss
 
 
 class ChangedByItself(Block):
@@ -257,6 +275,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # Uses.
     "parametrized": (fit(Parametrized), R, r"Parametrize the module .* before `fit`"),
     "made parameters": (fit(MakesParameters), R, r"Parametrize the module .* before `fit`"),
+    **{f"converted, stage {n}, {w}": (fit(partial(Converted, c, in_step=w), stage=n), R, r"'net.stem.weight' is a view of a flat buffer.*`precision` of the Trainer") for n, w, c in ((1, False, nn.Module.half), (3, True, lambda m: m.net.to(torch.bfloat16)))},
     "left sharded": (read_what_was_left_sharded, R, r"'net.blocks.0.linear.weight'.*restore_weights=True"),
     "no setup": (forget_fabrics_setup, T, "no_backward_sync"),
     **{f"batch size, {v}": (find_batch_sizes(v), E, r"lightning_zero\.estimate") for v in ("fit", "validate", "test", "predict")},

@@ -33,7 +33,6 @@ from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Phase, Step
 from lightning_zero.engine.unit import Call, Events, Unit, too_late, weakly
 from lightning_zero.engine.weights import Residency
-from lightning_zero.parameters import Reach
 from lightning_zero.tensors import internals, outside, runs_outside
 
 
@@ -238,10 +237,9 @@ class Backward:
         self.begin()
         self._takes = True
         self._reduces = self.syncs or self._always_reduces
-        reach = Reach.ALL if self.syncs else Reach.COPY if self._reduces else Reach.RANK
         with internals.as_plain_tensors():
             for unit in self._units:
-                unit.gradients.expect(reach)
+                unit.gradients.expect(sends=self._reduces)
         if self._reduces:
             self._order.begin(self._prefetcher.units_in_forward())
 

@@ -173,9 +173,6 @@ class Forward:
         is_backward = phase is Phase.BACKWARD
         if phase is Phase.IDLE or not (computes or is_backward):
             return False
-        is_cast_later = torch.is_grad_enabled() or is_backward or _autocasts()
-        if not is_cast_later and any(unit.weights.is_cast for unit in units):
-            return False  # nothing would cast what the weights are computed with
         # A forward that is run again for a unit's backward calls no hooks; the unit is released
         # after its backward, like any other.
         again = [unit for unit in units if is_backward and computes and unit.calls.in_backward]
@@ -281,10 +278,6 @@ class Forward:
             weights.guard()
         if self._step.leave():
             self._end(output)
-
-
-def _autocasts() -> bool:
-    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 # -- buffers ---------------------------------------------------------------------------------------

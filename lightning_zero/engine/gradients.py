@@ -12,7 +12,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from lightning_zero.parameters import FlatParameters, Reach
+from lightning_zero.parameters import FlatParameters
 from lightning_zero.tensors import span
 
 
@@ -40,11 +40,11 @@ class Gradients:
         self._missing: set[int] = set()
         self._finishes: list[Callable[..., None]] = []
 
-    def expect(self, reach: Reach) -> None:
-        """Begin to take the gradients of a backward pass, which are averaged over ``reach``."""
+    def expect(self, *, sends: bool) -> None:
+        """Begin to take the gradients of a backward pass, which averages them if it ``sends``."""
         self.wants = []
         for group in self._groups:
-            group.expect(reach)
+            group.expect(sends=sends)
             self.wants += group.wants
         self.are_all_wanted = bool(self.wants) and False not in self.wants
         self._missing = set(itertools.compress(itertools.count(), self.wants))
@@ -60,7 +60,7 @@ class Gradients:
 
     @property
     def are_pending(self) -> bool:
-        """Return whether a gradient has arrived that is not reduced, or only within its copy."""
+        """Return whether a gradient has arrived that is not reduced."""
         return True in [group.is_pending for group in self._groups]
 
     @span("reduce")
@@ -69,7 +69,7 @@ class Gradients:
         if self._finishes:
             self.finish()
         for tag, group in enumerate(self._groups, self._first_tag):
-            if True in group.wants or group.awaits_copies:
+            if True in group.wants:
                 self._finishes.append(group.reduce(self.label, tag))
 
     @span("finish_reduce")

@@ -40,32 +40,67 @@ HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
 """Whether this version of torch allows a gradient of another dtype than its parameter's."""
 
 
-class Edits:
-    """Changes that users make to whole weights where they lie.
+class Shown:
+    """Tensors that the parameters of a group point at.
 
     Attributes:
-        versions: The parameters' versions without such changes.
-        is_exposed: Whether the weights may be changed without their version counters.
-        in_step: Whether any code of a step has the weights, not just their module's forward.
-        handed_out: Weak references to tensors over the weights' memory that user code was given.
+        values: The value of each parameter.
+        versions: The parameters' versions without users' changes.
     """
 
-    def __init__(self, parameters: list[Parameter]) -> None:
-        self._parameters = parameters
-        self.versions: list[int] = []
+    def __init__(self, parameters: list[Parameter], values: list[Tensor]) -> None:
+        self._parameters, self.values = parameters, values
+        self.versions = self._versions()
+
+    def _versions(self) -> list[int]:
+        with internals.as_plain_tensors():
+            return list(map(internals.version_of, self._parameters))
+
+    @property
+    def moved(self) -> list[int]:
+        """The indices of parameters that point at other memory."""
+        with internals.as_plain_tensors():
+            now = list(map(Tensor.data_ptr, self._parameters))
+            then = list(map(Tensor.data_ptr, self.values))
+        return [] if now == then else [i for i in range(len(now)) if now[i] != then[i]]
+
+    @property
+    def changed(self) -> list[int]:
+        """The indices of parameters that point at other memory, or have other versions."""
+        now, moved = self._versions(), self.moved
+        return [i for i in range(len(now)) if i in moved or now[i] != self.versions[i]]
+
+
+class Edits(Shown):
+    """What users change of whole weights where they lie.
+
+    Attributes:
+        is_exposed: Whether they may have been changed without their version counters.
+        in_step: Whether any code of a step has them, not just their module's forward.
+        handed_out: Weak references to tensors over their memory that user code was given.
+    """
+
+    def __init__(self, parameters: list[Parameter], values: list[Tensor]) -> None:
+        super().__init__(parameters, values)
         self.is_exposed = self.in_step = False
         self.handed_out: list[weakref.ref[Tensor]] = []
 
-    def watch(self) -> None:
-        """Watch for changes from now on."""
+    def watch(self, values: list[Tensor]) -> None:
+        """Watch for changes of ``values`` from now on."""
+        self.values, self.is_exposed = values, False
         with internals.as_plain_tensors():
             self.versions = list(map(internals.version_of, self._parameters))
-        self.is_exposed = False
 
-    def hand_out(self, tensor: Tensor) -> None:
-        """Note that ``tensor`` lies in the memory of the weights, and may outlive them there."""
+    def expose(self, tensor: Tensor, *, is_plain: bool = False) -> None:
+        """Note that ``tensor`` lies in the memory of the weights, and may outlive them there.
+
+        Through it they may be changed without their version counters: if it ``is_plain``, only by
+        an array, which is looked for only where code of a step has weights, not in forwards, where
+        torch itself takes plain views.
+        """
         self.handed_out = [ref for ref in self.handed_out if ref() is not None]
         self.handed_out.append(weakref.ref(tensor))
+        self.is_exposed |= self.in_step or not is_plain
 
     def forget(self) -> None:
         """Forget what was handed out: the memory is released, or left to it."""
@@ -89,13 +124,11 @@ class Edits:
                 )
 
 
-class Masters:
-    """Whole masters that parameters show.
+class Masters(Shown):
+    """Whole masters that parameters show, each in a storage of its own over their buffer.
 
     Attributes:
         whole: Their buffer.
-        values: The value of each parameter, over the same memory.
-        versions: The parameters' versions before they were shown.
         are_whole: Whether the weights were whole then.
         is_gathered: Whether `gathered` shows them: rank 0's changes are stored, or none.
     """
@@ -103,26 +136,15 @@ class Masters:
     def __init__(
         self, parameters: list[Parameter], whole: Buffer, *, are_whole: bool, is_gathered: bool
     ) -> None:
-        self._parameters, self.whole = parameters, whole
         with lasting_tensors():
-            self.values = [own_storage(view) for view in whole.views]
-        with internals.as_plain_tensors():
-            self.versions = list(map(internals.version_of, parameters))
-        self.are_whole, self.is_gathered = are_whole, is_gathered
+            super().__init__(parameters, [own_storage(view) for view in whole.views])
+        self.whole, self.are_whole, self.is_gathered = whole, are_whole, is_gathered
         # How often each value's memory, and each parameter, was referred to at first.
         self._references: list[tuple[int, int]] = []
-        # The content, before `gathered`, of what may be changed without a version counter.
-        self._bytes: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         """Note what refers to the values, as the parameters have just begun to show them."""
         self._references = list(map(_references, self._parameters, self.values))
-
-    def expose(self, index: int) -> None:
-        """Note that a value may be changed without its version counter."""
-        if self.is_gathered and index not in self._bytes:
-            with lasting_tensors():
-                self._bytes[index] = _bytes_of(_data_of(self._parameters[index])).clone()
 
     @property
     def are_held(self) -> bool:
@@ -136,26 +158,6 @@ class Masters:
         """The parameters that a graph has saved as masters."""
         uses = zip(self._parameters, self._references, strict=True)
         return [parameter for parameter, (_, then) in uses if internals.num_uses(parameter) > then]
-
-    @property
-    def moved(self) -> list[int]:
-        """The indices of parameters that point at other memory."""
-        return _moved(self._parameters, self.values)
-
-    @property
-    def changed(self) -> list[int]:
-        """The indices of parameters that were changed on this rank within `gathered`."""
-        moved = self.moved
-        return [
-            index
-            for index, parameter in enumerate(self._parameters)
-            if index in moved
-            or internals.version_of(parameter) != self.versions[index]
-            or (
-                index in self._bytes
-                and not self._bytes[index].equal(_bytes_of(_data_of(parameter)))
-            )
-        ]
 
 
 class FlatParameters:
@@ -180,7 +182,7 @@ class FlatParameters:
         owner: As given.
         classes: The guarded and the readable class of each.
         is_guarded: Whether they have the guarded one.
-        edits: Changes that users make to whole weights.
+        edits: What users change of whole weights.
         masters: Whole masters, while they are shown.
         pending: This rank's shard of masters with changes that a backward pass must not see.
         is_recorded: Whether a graph has saved the weights, and its backward has not ended.
@@ -218,7 +220,7 @@ class FlatParameters:
         if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
             for parameter in self.parameters:
                 parameter.grad_dtype = None  # any: autograd's gradients have the weight's dtype
-        self.edits = Edits(self.parameters)
+        self.edits = Edits(self.parameters, self.weight.views)
         self.masters: Masters | None = None
         self.pending: Tensor | None = None
         self.is_recorded = False
@@ -280,7 +282,7 @@ class FlatParameters:
     def point_at_weights(self) -> None:
         """Point the parameters, guarded, at whole weights that hold no edits."""
         self._point(self.weight.views)
-        self.edits.watch()
+        self.edits.watch(self.weight.views)
 
     def rest(self) -> None:
         """Point the parameters, guarded, at placeholders."""
@@ -325,30 +327,17 @@ class FlatParameters:
 
     # -- changes to whole weights ----------------------------------------------------------------
 
-    def expose(self, index: int, tensor: Tensor, *, is_plain: bool = False) -> None:
-        """Note that ``tensor`` lies in the memory of parameter ``index``.
-
-        Through it the parameter may be changed without its version counter: if it ``is_plain``,
-        only by an array, which is looked for only where code of a step has weights, not in
-        forwards, where torch itself takes plain views.
-        """
-        if self.masters is None:
-            self.edits.hand_out(tensor)
-            self.edits.is_exposed |= self.edits.in_step or not is_plain
-        elif self.edits.in_step or not is_plain:
-            self.masters.expose(index)
-
     @property
     def may_be_edited(self) -> bool:
         """Return whether users may have changed whole weights; the same on every rank."""
+        edits = self.edits
+        if edits.moved:
+            return True
+        if not self.plan.rests_apart:
+            return False
         with internals.as_plain_tensors():
-            own, views = self.parameters, self.weight.views
-            if list(map(Tensor.data_ptr, own)) != list(map(Tensor.data_ptr, views)):
-                return True
-            if not self.plan.rests_apart:
-                return False
-            versions = list(map(internals.version_of, own))
-            return self.edits.is_exposed or self.edits.versions != versions
+            versions = list(map(internals.version_of, self.parameters))
+        return edits.is_exposed or edits.versions != versions
 
     @torch.no_grad()
     def store_edits(self) -> None:
@@ -358,40 +347,32 @@ class FlatParameters:
             RuntimeError: The weights are in less precision than the masters, or the former data of
                 a parameter whose data was replaced is still in use.
         """
-        moved = _moved(self.parameters, self.weight.views)
         if self.plan.is_cast:
-            self._refuse_edits(moved)
+            self._refuse_edits()
             return
-        for index, piece in enumerate(self.pieces):
+        views = self.weight.views
+        for index in self.edits.moved:
             value = _data_of(self.parameters[index])
-            if index in moved:
-                self.edits.require_free(self.weight.views[index], self.layout.slots[index].name)
-                self.weight.views[index].copy_(value)
-                properties.set_data(self.parameters[index], self.weight.views[index])
-            if self.plan.rests_apart:
-                part = piece.range.part_of(self.weight.views[index])
-                piece.data.copy_(part.to(piece.device))
-        self.edits.watch()
+            self.edits.require_free(views[index], self.layout.slots[index].name)
+            views[index].copy_(value)
+            properties.set_data(self.parameters[index], views[index])
+        if self.plan.rests_apart:
+            self._copy_to(self.master)
+        self.edits.watch(views)
 
-    def _refuse_edits(self, moved: Sequence[int]) -> None:
+    def _copy_to(self, shard: Tensor) -> None:
+        """Copy this rank's part of what the parameters show to ``shard``."""
+        for parameter, piece in zip(self.parameters, self.pieces, strict=True):
+            shard[piece.range.in_shard].copy_(piece.range.part_of(_data_of(parameter)))
+
+    def _refuse_edits(self) -> None:
         """Raise if weights that are cast from masters were changed: small changes would be lost."""
-        weight = self.weight
-        with internals.as_plain_tensors():
-            versions = list(map(internals.version_of, self.parameters))
-        shown = self.store.as_weights(self.master).to(self.plan.weight.dtype)
-        found = [
-            index
-            for index, piece in enumerate(self.pieces)
-            if index in moved
-            or versions[index] != self.edits.versions[index]
-            or not _same_bits(
-                shown[piece.range.in_shard],
-                piece.range.part_of(weight.views[index]).to(shown.device),
-            )
-        ]
-        flags = bytes([bool(found)])
-        (any_found,) = self.store.comm.control.call(SyncPoint.EDIT, flags).wait()
-        if any_found:
+        found, master = self.edits.changed, self.master
+        axis = self.store.comm.mesh.shard
+        own = self.weight.shard(axis.rank, axis.size).to(master.device)
+        is_changed = bool(found) or not _same_bits(self.store.as_weights(master).to(own.dtype), own)
+        (any_changed,) = self.store.comm.control.call(SyncPoint.EDIT, bytes([is_changed])).wait()
+        if any_changed:
             what = f"Parameter {self.layout.slots[found[0]].name!r}" if found else "A parameter"
             raise RuntimeError(
                 f"{what} was changed in {self.plan.weight.dtype} while its module ran, where small"
@@ -399,7 +380,7 @@ class FlatParameters:
                 " it outside of the module's forward, or gather weights in full precision with"
                 " ZeROStrategy(cast_weights='none')."
             )
-        self.edits.watch()
+        self.edits.watch(self.weight.views)
 
     # -- whole masters ---------------------------------------------------------------------------
 
@@ -464,11 +445,9 @@ class FlatParameters:
                 with lasting_tensors():
                     self.pending = self.master.clone()
             target = self.pending
-        for index, piece in enumerate(self.pieces):
-            value = _data_of(self.parameters[index])
-            target[piece.range.in_shard].copy_(piece.range.part_of(value))
-            if self.masters.are_whole and not self.plan.is_cast:
-                self.weight.views[index].copy_(value)
+        self._copy_to(target)
+        if self.masters.are_whole and not self.plan.is_cast:
+            internals.copy_each(self.weight.views, [*map(_data_of, self.parameters)])
 
     @torch.no_grad()
     def store_pending(self) -> None:
@@ -494,15 +473,14 @@ class FlatParameters:
         else:
             self.rest()
 
+    @torch.no_grad()
     def gathered_values(self) -> Buffer:
         """Return a buffer that holds the masters as they are shown now."""
         assert self.masters is not None
         whole = self.masters.whole
-        if self.masters.moved:
-            whole = self.store.whole_masters()
-            with lasting_tensors():
-                whole.tensor.zero_()
-                internals.copy_each(whole.views, [*map(_data_of, self.parameters)])
+        moved = {i: _data_of(self.parameters[i]).clone() for i in self.masters.moved}
+        for index, value in moved.items():
+            whole.views[index].copy_(value)
         return whole
 
     @torch.no_grad()
@@ -588,13 +566,6 @@ def _data_of(parameter: Parameter) -> Tensor:
         return found
 
 
-def _moved(parameters: Sequence[Parameter], values: Sequence[Tensor]) -> list[int]:
-    """Return the indices of parameters that point at other memory than ``values``."""
-    with internals.as_plain_tensors():
-        pairs = enumerate(zip(parameters, values, strict=True))
-        return [index for index, (one, value) in pairs if one.data_ptr() != value.data_ptr()]
-
-
 def own_storage(view: Tensor) -> Tensor:
     """Return a tensor over the memory of ``view`` whose storage holds nothing else.
 
@@ -609,10 +580,6 @@ def own_storage(view: Tensor) -> Tensor:
 def _references(parameter: Parameter, value: Tensor) -> tuple[int, int]:
     storage = value.untyped_storage()
     return internals.num_references(storage), internals.num_uses(parameter)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

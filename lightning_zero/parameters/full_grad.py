@@ -14,9 +14,9 @@ kept while its parameter gets another one keeps its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +100,7 @@ class FullGrad(Tensor):
         if func is _UNSCALE:
             return _unscale(*args)
         targets = args[0] if func._schema.is_mutable else ()
-        if _changes_elements(func, name) and _holds_one(targets):
+        if _changes_elements(func, targets):
             _change(func, targets, args[1:], kwargs)
             return targets if isinstance(targets, Tensor) else None
         wholes: dict[int, Tensor] = {}
@@ -239,103 +239,56 @@ def _is_of_all(args: Sequence[Any]) -> bool:
 # -- changes in place ----------------------------------------------------------------------------
 
 
-def _holds_one(value: Any) -> bool:
-    return isinstance(value, FullGrad) or (
-        isinstance(value, (list, tuple)) and any(isinstance(one, FullGrad) for one in value)
-    )
-
-
-def _changes_elements(func: Any, name: str) -> bool:
-    if not name.endswith("_"):
+def _changes_elements(func: Any, targets: Any) -> bool:
+    """Return whether a call changes each element of gradients by itself."""
+    name, ones = func.overloadpacket.__name__, targets if _is_list(targets) else [targets]
+    if not name.endswith("_") or not any(isinstance(one, FullGrad) for one in ones):
         return False
     return name.startswith("_foreach") or torch.Tag.pointwise in func.tags or func in _WRITES
 
 
-class _Target(NamedTuple):
-    """Memory that is changed in place: of a tensor, or of a gradient, whole where users see it."""
-
-    memory: Tensor
-    grad: FullGrad | None = None
-    is_part: bool = False
-
-    @staticmethod
-    def of(value: Any) -> _Target:
-        if not isinstance(value, FullGrad):
-            return _Target(value)
-        whole = value.shared
-        return _Target(value.part, value, is_part=True) if whole is None else _Target(whole, value)
-
-    def operand(self, value: Any, whole_of: Callable[[FullGrad], Tensor]) -> Any:
-        """Return the part of an operand that lines up with the memory."""
-        if isinstance(value, FullGrad):
-            if self.grad is not None and value.part is self.grad.part:
-                return self.memory
-            value = whole_of(value)
-        if self.grad is None or not isinstance(value, Tensor):
-            return value
-        if self.is_part and value.dim():
-            value = self.grad.piece.range.part_of(value.expand(self.grad.shape))
-        # A device takes numbers of its host, but not the other way round.
-        is_number_on_host = not value.dim() and self.memory.device.type != "cpu"
-        return value if is_number_on_host else value.to(self.memory.device)
-
-    def store(self) -> None:
-        """Copy what was changed of a whole gradient to its part."""
-        if self.grad is not None and not self.is_part:
-            self.grad.part.copy_(self.grad.piece.range.part_of(self.memory))
-
-
-def _by_device(targets: Sequence[_Target]) -> Iterable[list[int]]:
-    """Return the places of ``targets`` by device: parts may rest on the host."""
-    found: dict[torch.device, list[int]] = {}
-    for index, target in enumerate(targets):
-        found.setdefault(target.memory.device, []).append(index)
-    return found.values()
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _change(func: Any, targets: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Apply ``func`` to the parts, or to whole gradients that users see, as if to whole ones."""
-    wholes: dict[int, Tensor] = {}
+    """Apply ``func`` to the part of each target, or to the whole one if users have a view of it."""
+    is_list = _is_list(targets)
+    for index, target in enumerate(targets if is_list else [targets]):
+        whole = target.shared if isinstance(target, FullGrad) else target
+        memory = target.part if whole is None else whole
 
-    def whole_of(grad: FullGrad) -> Tensor:
-        if id(grad.part) not in wholes:
-            wholes[id(grad.part)] = grad.whole(is_lent=False)
-        return wholes[id(grad.part)]
+        def match(
+            value: Any, target: Any = target, whole: Any = whole, memory: Any = memory
+        ) -> Any:
+            """Return what of an operand lines up with the memory."""
+            if not isinstance(value, Tensor):
+                return value
+            if isinstance(value, FullGrad):
+                if value.part is getattr(target, "part", None):
+                    return memory
+                value = value.whole(is_lent=False)
+            if value.numel() == 1:
+                value = value.reshape(())
+            elif whole is None:
+                value = target.piece.range.part_of(value.expand(target.shape))
+            return value.to(memory.device)
 
-    # Operands are gathered before anything changes: one may be a target, too.
-    if isinstance(targets, (list, tuple)):
-        found = [_Target.of(one) for one in targets]
-        matched = [
-            [
-                target.operand(other[i] if isinstance(other, (list, tuple)) else other, whole_of)
-                for i, target in enumerate(found)
-            ]
-            for other in others
-        ]
-        for places in _by_device(found):
-            operands = [
-                [own[i] for i in places] if isinstance(other, (list, tuple)) else own[places[0]]
-                for own, other in zip(matched, others, strict=True)
-            ]
-            func([found[i].memory for i in places], *operands, **kwargs)
-    else:
-        found = [target := _Target.of(targets)]
-        operands = [target.operand(other, whole_of) for other in others]
-        options = {key: target.operand(value, whole_of) for key, value in kwargs.items()}
-        func(target.memory, *operands, **options)
-    for target in found:
-        target.store()
+        own = [[match(o[index])] if is_list and _is_list(o) else match(o) for o in others]
+        options = {key: match(value) for key, value in kwargs.items()}
+        func([memory] if is_list else memory, *own, **options)
+        if isinstance(target, FullGrad) and whole is not None:
+            target.part.copy_(target.piece.range.part_of(whole))
 
 
 def _unscale(grads: Sequence[Tensor], found_inf: Tensor, factor: Tensor) -> None:
     """Unscale gradients for ``torch.amp.GradScaler``; all ranks get an inf that any has found."""
-    targets = [_Target.of(grad) for grad in grads]
-    for places in _by_device(targets):
-        memory = [targets[i].memory for i in places]
-        found = found_inf.to(memory[0].device)
-        _UNSCALE(memory, found, factor.to(found.device))
-        found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
-    for target in targets:
-        target.store()
+
+    def unscale(memory: list[Tensor], factor: Tensor) -> None:
+        found = torch.zeros(1, device=factor.device)
+        _UNSCALE(memory, found, factor)
+        found_inf.copy_(torch.maximum(found_inf, found.reshape(found_inf.shape).to(found_inf)))
+
+    _change(unscale, grads, [factor], {})
     comm = next(one.gradients.store.comm for one in grads if isinstance(one, FullGrad))
     comm.control.max(found_inf, f"{SyncPoint.GRADIENT.value}: whether it is finite")

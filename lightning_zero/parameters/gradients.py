@@ -1,10 +1,17 @@
 """The gradients of one group of parameters, from autograd to the optimizer and to ``p.grad``.
 
-A gradient that autograd has finished is moved to the **partial** buffer, this rank's summand of all
-gradients of the group. Reducing it leaves the average over all ranks in the **shard**. Every piece
-holds its part of that as its ``grad``, which optimizers read::
+A gradient passes through three places. Each has its own flag, as an average stays while unsent
+gradients come to be added to it::
 
-    autograd -> take -> partial -> reduce -> add -> shard -> install -> ``grad`` of the pieces
+                  autograd                take                   reduce, add, install
+    no gradient ───────────> torch's slot ────> partial ──────────────────────────> averaged
+         ^                                      (used)                                 │ ^
+         │                                        │                            replace └─┘
+         └──────────── drop, abandon ─────────────┴────────────────── drop ────────────┘
+
+The **partial** buffer has this rank's summands of all gradients of the group. Reducing it leaves
+the average over all ranks in the **shard**. Every piece holds its part of that as its ``grad``,
+which optimizers read.
 
 The ``grad`` of a parameter is a property (:data:`~lightning_zero.parameters.guarded.GRAD`). Torch's
 own :data:`SLOT` is empty outside of backward passes, so autograd never adds to an earlier gradient.
@@ -18,10 +25,6 @@ Reading the property returns, in this order:
 Assigning to it drops or replaces both at once. **Lent** is memory of whole gradients that users may
 still change: copies, views of a :class:`FullGrad`, and what they have assigned. Before anything
 reads gradients, :meth:`FlatGradients.settle` writes it back.
-
-With hybrid sharding the gradients of all microbatches but the last stay within their copy. Pieces
-hold the average of the copy until the last microbatch, which sums over the copies. Values that are
-equal in all copies may be averaged again, which leaves them unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +33,6 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -48,17 +50,6 @@ _SMALL_BYTES = 2**14
 """Gradients up to this size are moved together: one call each would cost more than the copy."""
 _MOST_TOGETHER = 32
 """The most that wait to be moved together; they are still in a core's cache then."""
-
-
-class Reach(Enum):
-    """The ranks over which the gradients of a backward pass are averaged."""
-
-    RANK = "rank"
-    """None: they stay on their rank."""
-    COPY = "copy"
-    """The ranks of one copy (hybrid sharding)."""
-    ALL = "all"
-    """All ranks."""
 
 
 class Partial:
@@ -128,12 +119,10 @@ class FlatGradients:
         partial: The unreduced gradients; ``None`` while there are none.
         wants: For each parameter, whether it wants a gradient in this backward pass.
         used: For each parameter, whether a gradient came since gradients were last installed.
-        reach: Of the last backward pass.
-        divides_late: Whether the next shard is divided, not the gradients in the partial buffer.
+        sends: Whether the last backward pass averages gradients over the ranks.
         is_new: Whether no optimizer has begun a step since.
         shows_own: Whether :attr:`partial` holds gradients of passes that sent nothing.
         averaged: For each parameter, whether it has an average; this rank's part may be empty.
-        of_copy: The parameters whose average may be over one copy only, not over all ranks.
         lent: Whole gradients that users may still change, by parameter.
     """
 
@@ -142,18 +131,20 @@ class FlatGradients:
         self.partial: Partial | None = None
         self.wants: list[bool] = []
         self.used, self.averaged = ([False] * len(pieces) for _ in range(2))
-        self.reach, self.is_new = Reach.ALL, True
-        self.shows_own = self.divides_late = False
-        self.of_copy: set[int] = set()
+        self.sends = self.is_new = True
+        self.shows_own = False
         self.lent: dict[int, Tensor] = {}
+        # Whether the reduction casts gradients: a move that casts them cannot divide them, too.
+        self._casts = store.plan.grad.dtype is not store.plan.weight.dtype
+        self._num_ranks = store.comm.mesh.size
         # What reductions under way hold, for :meth:`memory`.
         self._in_flight: list[Tensor] = []
         # The shard while its gradients are not installed yet, and the work that fills it.
         self._fresh: tuple[Tensor, Work] | None = None
         # The shard of which pieces hold parts, as long as they do.
         self._installed: Callable[[], Tensor | None] = _nothing
-        # What the property has returned, as long as it is that.
-        self._shown: dict[int, weakref.ref[Tensor]] = {}
+        # What the property has returned for averages, as long as it is that.
+        self._shown: dict[int, weakref.ref[FullGrad]] = {}
         for index, piece in enumerate(pieces):
             piece.gradients, piece.place = self, index
             with internals.as_plain_tensors():
@@ -167,19 +158,15 @@ class FlatGradients:
 
     # -- from autograd to the partial buffer -----------------------------------------------------
 
-    def expect(self, reach: Reach) -> None:
-        """Begin a backward pass whose gradients are averaged over ``reach``."""
+    def expect(self, *, sends: bool) -> None:
+        """Begin a backward pass, which averages gradients over the ranks if it ``sends`` them."""
         if self.lent or self._shown:
             self.settle()
             self.lent.clear()
             self._shown.clear()
         if self.partial is not None and True not in self.partial.filled:
             self.partial = None  # the user has dropped all
-        stays = reach is Reach.RANK or (reach is Reach.COPY and self.store.has_copies)
-        # Shown as they are until a later reduction, or added to such. It is the same on all ranks,
-        # also on those that have no gradient yet.
-        self.divides_late |= stays or bool(self.of_copy)
-        self.reach, self.shows_own, self.is_new = reach, False, True
+        self.sends, self.shows_own, self.is_new = sends, False, True
         self.wants = [piece.parameter.requires_grad for piece in self.pieces]
 
     def take(self, index: int, parameter: Tensor) -> None:
@@ -201,12 +188,10 @@ class FlatGradients:
     def _new_partial(self) -> Partial:
         """Return a buffer whose gradients are divided by the number of ranks while they are moved.
 
-        As in DDP, where that costs nothing. A move that casts cannot multiply too, so then the
-        reduced shard is scaled, which is N times smaller.
+        As in DDP, where that costs nothing. Those that are not sent yet are shown as they are.
         """
-        plan = self.store.plan
-        is_late = self.divides_late or plan.grad.dtype != plan.weight.dtype
-        self.partial = Partial(self.store, 1 if is_late else self.store.comm.mesh.size)
+        divides = self.sends and not self._casts
+        self.partial = Partial(self.store, self._num_ranks if divides else 1)
         return self.partial
 
     # -- from the partial buffer to the shard ----------------------------------------------------
@@ -217,55 +202,43 @@ class FlatGradients:
         Called with ``is_wanted=False``, that function discards the average.
         """
         partial, self.partial = self.partial or self._new_partial(), None
-        self.divides_late = False
         partial.move()
         for view, is_filled in zip(partial.views, partial.filled, strict=True):
             if not is_filled:
                 view.zero_()
-        buffer = partial.buffer
+        buffer, scale = partial.buffer, 1 / self._num_ranks
+        if partial.divisor == 1 and not self._casts and scale != 1:
+            buffer.tensor.mul_(scale)
         target = self.store.reduced(buffer.tensor)
         self._in_flight = [buffer.tensor] if target is buffer.tensor else [buffer.tensor, target]
         work = self.store.reduce(target, buffer, unit=unit, tag=tag)
         if self.store.plan.reduce_bits is not None:
             self._in_flight = [target]  # the partial buffer is encoded, and only the code is sent
-        mesh, reach = self.store.comm.mesh, self.reach
-        num_ranks = mesh.shard.size if reach is Reach.COPY else mesh.size
-        # What is left of the division by the number of ranks, for the shard.
-        late_scale = partial.divisor / num_ranks
-        sums = reach is Reach.ALL and self.store.has_copies
-        if reach is Reach.ALL:
-            self.of_copy.clear()
 
         def finish(*, is_wanted: bool = True) -> None:
             work.wait()
             self._in_flight = []
             if is_wanted:
-                self._add(target, late_scale, unit, tag, sums=sums)
+                if self._casts and scale != 1:
+                    target.mul_(scale)  # fewer elements than there are to reduce
+                self._add(target, unit, tag)
 
         return finish
 
-    def _add(self, reduced: Tensor, scale: float, unit: str, tag: int, *, sums: bool) -> None:
+    def _add(self, reduced: Tensor, unit: str, tag: int) -> None:
         """Start to move an average to where gradients rest, added to earlier ones not yet dropped.
 
-        The average is ``scale`` times ``reduced``, or if it ``sums``, times the sum of ``reduced``
-        over the copies.
+        With hybrid sharding it is summed over the copies, too.
         """
         if self._fresh is not None:
             # From this same pass: some gradients came after their unit's reduction.
             self.wait()
-        store, earlier = self.store, self._earlier()
-
-        def sum_up(total: Tensor) -> Work:
-            work = store.sum_over_copies(total, unit=unit, tag=tag)
-            return Pending(
-                work, then=functools.partial(total.mul_, scale) if scale != 1.0 else None
-            )
-
-        if not sums and scale != 1.0:
-            reduced.mul_(scale)
-        elif sums and earlier is not None:
-            earlier.mul_(1 / (scale * self.store.comm.mesh.replicate.size))
-        self._fresh = store.accumulate(reduced, earlier, sum_up if sums else None, unit=unit)
+        store, earlier, sum_up = self.store, self._earlier(), None
+        if store.has_copies:
+            sum_up = functools.partial(store.sum_over_copies, unit=unit, tag=tag)
+            if earlier is not None:
+                earlier.mul_(1 / store.comm.mesh.replicate.size)  # every copy adds the same
+        self._fresh = store.accumulate(reduced, earlier, sum_up, unit=unit)
 
     def _earlier(self) -> Tensor | None:
         """Return the shard to which new gradients are added; ``None`` if there is none."""
@@ -314,15 +287,8 @@ class FlatGradients:
 
     @property
     def is_pending(self) -> bool:
-        """Return whether a gradient has arrived that is not reduced, or only within its copy."""
-        if self.of_copy and self.awaits_copies:
-            return True
+        """Return whether a gradient has arrived that is not reduced."""
         return self.partial is not None and True in self.partial.filled
-
-    @property
-    def awaits_copies(self) -> bool:
-        """Return whether this pass has to sum gradients over the copies, even if none comes."""
-        return self.reach is Reach.ALL and bool(self.of_copy)
 
     def install(self, has_grads: Sequence[bool]) -> None:
         """End a backward pass: give the pieces the gradients that any rank has."""
@@ -333,15 +299,11 @@ class FlatGradients:
         work.wait()
         self._installed = weakref.ref(fresh)
         self.used = [False] * len(self.pieces)
-        is_of_copy = self.reach is Reach.COPY and self.store.has_copies
         self.averaged = [*has_grads]
-        for index, piece in enumerate(self.pieces):
-            if has_grads[index]:
-                # An optimizer would make a state for a gradient without elements.
-                if piece.numel() or not piece.range.slot.numel:
-                    piece.grad = fresh[piece.range.in_shard]
-                if is_of_copy:
-                    self.of_copy.add(index)
+        for piece, has_grad in zip(self.pieces, has_grads, strict=True):
+            # An optimizer would make a state for a gradient without elements.
+            if has_grad and (piece.numel() or not piece.range.slot.numel):
+                piece.grad = fresh[piece.range.in_shard]
 
     def keep_own(self) -> None:
         """End a backward pass whose gradients stay on this rank."""
@@ -354,7 +316,7 @@ class FlatGradients:
         self.settle()
         self.lent.clear()
         self.partial, self._in_flight = None, []
-        self.shows_own = self.divides_late = False
+        self.shows_own = False
         is_on_host = self.store.plan.rests_on_host
         if is_on_host and self._fresh is not None and self._fresh[0] is self._installed():
             self._fresh[1].wait()  # what the user may change now would be written to later
@@ -370,18 +332,19 @@ class FlatGradients:
     @runs_outside
     def shown(self, index: int) -> Tensor | None:
         """Return the gradient of a parameter as users see it."""
+        if (own := self.own(index)) is not None:
+            if index not in self.lent:
+                self._lend_own(index, own)
+            return self.lent[index]
+        if not self.averaged[index]:
+            return None
         kept = self._shown.get(index)
         if kept is not None and (grad := kept()) is not None:
             internals.hold(grad)
-            if not isinstance(grad, FullGrad) or grad.is_current:
+            if grad.is_current:
                 return grad
         with lasting_tensors():
-            if (own := self.own(index)) is not None:
-                grad = self._shown_own(index, own)
-            elif self.averaged[index]:
-                grad = self.average(index)
-            else:
-                return None
+            grad = self.average(index)
         self._shown[index] = weakref.ref(grad)
         return grad
 
@@ -396,23 +359,23 @@ class FlatGradients:
         partial = self.partial if self.shows_own else None
         return None if partial is None or not partial.filled[index] else partial.views[index]
 
-    def _shown_own(self, index: int, view: Tensor) -> Tensor:
-        """Return a copy of this rank's own gradient, added to an earlier average: a collective."""
+    def _lend_own(self, index: int, view: Tensor) -> None:
+        """Lend a copy of this rank's own gradient, added to an earlier average: a collective."""
         piece = self.pieces[index]
-        if self.averaged[index]:
-            # Every rank adds the same, so the next average leaves it unchanged.
-            view.add_(self.average(index).whole(is_lent=False))
-            piece.grad, self.averaged[index] = None, False
-        return self.lend(index, view.to(piece.dtype, copy=True))
+        with lasting_tensors():
+            if self.averaged[index]:
+                # Every rank adds the same, so the next average leaves it unchanged.
+                view.add_(self.average(index).whole(is_lent=False))
+                piece.grad, self.averaged[index] = None, False
+            self.lend(index, view.to(piece.dtype, copy=True))
 
-    def lend(self, place: int, whole: Tensor) -> Tensor:
-        """Let changes to the memory of ``whole`` count; return ``whole``."""
+    def lend(self, place: int, whole: Tensor) -> None:
+        """Let changes to the memory of ``whole`` count."""
         if not self.shows_own:
             for lender in [*_lenders]:
                 lender._release()
             _lenders.add(self)
         self.lent[place] = whole
-        return whole
 
     def _release(self) -> None:
         """Release whole averages that users have let go of."""
@@ -451,7 +414,6 @@ class FlatGradients:
         self.averaged[index] = self.used[index] = False
         if self.partial is not None:
             self.partial.filled[index] = False
-        self.of_copy.discard(index)
         self._shown.pop(index, None)
         SLOT.__set__(piece.parameter, None)
 
@@ -474,7 +436,7 @@ class FlatGradients:
                     # What replaces this rank's own is sent for it, without an earlier average.
                     own.copy_(whole)
                     piece.grad, self.averaged[index] = None, False
-                    self._shown[index] = weakref.ref(self.lend(index, value))
+                    self.lend(index, value)
                     return
                 part = piece.range.part_of(whole).to(piece.device, piece.dtype, copy=True)
         with internals.as_plain_tensors():
@@ -548,17 +510,14 @@ def begin_step(pieces: Sequence[Piece], kind: str) -> None:
     settle(pieces)
     with internals.as_plain_tensors():
         for piece in pieces:
-            owner, index = piece.gradients, piece.place
-            is_own = owner.shows_own and owner.own(index) is not None
-            is_own |= SLOT.__get__(piece.parameter) is not None
-            if is_own or index in owner.of_copy:
-                copy = "reduced within one copy of the model's states only"
-                whose = "this rank's own" if is_own else copy
+            owner = piece.gradients
+            is_own = owner.shows_own and owner.own(piece.place) is not None
+            if is_own or SLOT.__get__(piece.parameter) is not None:
                 raise RuntimeError(
-                    f"The gradient of parameter {piece.range.slot.name!r} is {whose}: its last"
-                    " backward pass did not synchronize gradients. Synchronize them in the last"
-                    f" one before {kind}.step(): outside of `no_sync` or `no_backward_sync`, or"
-                    " with `sync_grad=True`."
+                    f"The gradient of parameter {piece.range.slot.name!r} is this rank's own: its"
+                    " last backward pass did not synchronize gradients. Synchronize them in the"
+                    f" last one before {kind}.step(): outside of `no_sync` or `no_backward_sync`,"
+                    " or with `sync_grad=True`."
                 )
             owner.is_new = False
 

@@ -4,8 +4,7 @@ At rest a parameter's data is a stride-0 placeholder of the full shape. Reading 
 nonsense (and reading a freed storage a segmentation fault), so a parameter is **guarded** wherever
 its module does not run: its class is a subclass (:class:`Guarded`) whose ``__torch_function__``
 lets metadata through, and asks the parameter's owner for values before anything else. What autograd
-records computes with the weights, and so do the operations of forward passes; all other code sees
-and changes the masters.
+records computes with the weights; all other code sees and changes the masters.
 
 While its module runs, or while masters are shown, a parameter is **readable**: its class is a
 subclass (:class:`Readable`) without ``__torch_function__``, so operations cost what they cost on
@@ -27,14 +26,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.parameters.gradients import SLOT, FlatGradients
-from lightning_zero.plan import Plan
 from lightning_zero.tensors import internals, properties
 
 # -- owners ----------------------------------------------------------------------------------------
@@ -50,30 +47,12 @@ class Owner(Protocol):
         """Store ``value`` as the parameter's new value."""
 
 
-class Group(Protocol):
-    """The parameters that lie on one flat buffer, of which each knows its index."""
-
-    owner: Owner
-    plan: Plan
-    gradients: FlatGradients
-
-    def expose(self, index: int, tensor: Tensor, *, is_plain: bool = False) -> None:
-        """Note that ``tensor`` lies in the memory of a parameter, and may outlive it there.
-
-        The parameter may be changed by it without its version counter, with ``is_plain`` only by an
-        array.
-        """
-
-    def require_like(self, index: int, data: Tensor) -> None:
-        """Raise unless ``data`` may become the data of a parameter."""
-
-
 class Ownership:
     """The weak link from a parameter to its group.
 
     Attributes:
         name: The parameter's qualified name.
-        group_of: Returns its group; ``None`` if it was released or its engine is gone.
+        group_of: Returns its ``FlatParameters``; ``None`` if they were released or are gone.
         index: The parameter's index in its group.
         dtype: The dtype of the parameter's master.
         stride: The parameter's stride before it was owned.
@@ -84,9 +63,9 @@ class Ownership:
     __slots__ = ("_life", "dtype", "former", "group_of", "index", "last_hook", "name", "stride")
 
     def __init__(
-        self, group: Group, index: int, name: str, dtype: torch.dtype, parameter: Parameter
+        self, group: Any, index: int, name: str, dtype: torch.dtype, parameter: Parameter
     ) -> None:
-        self.group_of: Callable[[], Group | None] = weakref.ref(group)
+        self.group_of: Callable[[], Any] = weakref.ref(group)
         self.index, self.name, self.dtype = index, name, dtype
         self.stride = parameter.stride()
         self.former = StorageWeakRef(parameter.untyped_storage())  # type: ignore[no-untyped-call]
@@ -95,7 +74,7 @@ class Ownership:
         key = id(parameter)
         self._life = weakref.ref(parameter, lambda _: _ownerships.pop(key, None))
 
-    def end(self, group: Group) -> None:
+    def end(self, group: Any) -> None:
         """Release the parameter, unless another group has taken it."""
         if self.group_of() is group:
             self.group_of = lambda: None
@@ -115,7 +94,8 @@ class Ownership:
                 " never closed. Load the weights from a checkpoint into a new module, or train with"
                 " restore_weights=True."
             )
-        return group.owner
+        owner: Owner = group.owner
+        return owner
 
 
 _ownerships: dict[int, Ownership] = {}
@@ -133,7 +113,7 @@ def ownership_of(parameter: Parameter) -> Ownership:
     return _ownerships[id(parameter)]
 
 
-def take(named: Iterable[tuple[str, Parameter]], group: Group, dtype: torch.dtype) -> None:
+def take(named: Iterable[tuple[str, Parameter]], group: Any, dtype: torch.dtype) -> None:
     """Give parameters, whose masters have ``dtype``, to a group."""
     _notice_transforms()
     for index, (name, parameter) in enumerate(named):
@@ -188,15 +168,6 @@ _OF_MASTER: dict[Any, Callable[[torch.dtype, Any], Any]] = {
 
 _UNRECORDED = {properties.GET_DATA, properties.SET_DATA, Tensor.detach, torch.detach}
 """Uses that autograd never records."""
-
-_COMPUTING: set[Any] = {
-    F.linear, F.bilinear, F.embedding, F.multi_head_attention_forward, F.layer_norm, F.group_norm,
-    F.scaled_dot_product_attention, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d,
-    F.conv_transpose2d, F.conv_transpose3d, torch.matmul, torch.mm, torch.bmm, torch.addmm,
-    torch.baddbmm, torch.einsum, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__,
-    Tensor.__rmatmul__,
-}  # fmt: skip
-"""Operations of forward passes, which change nothing and return no views."""
 
 
 class _Owned:
@@ -254,7 +225,9 @@ class Guarded(_Owned):
             if isinstance(args[0], Guarded):
                 kwargs = {"dtype": ownership_of(cast(Parameter, args[0])).dtype, **kwargs}
         elif not _repeats_backward(func, (args, kwargs)):
-            make_readable((args, kwargs), computes=_computes(func, args, kwargs))
+            is_recorded = torch.is_grad_enabled() and func not in _UNRECORDED
+            is_recorded &= any(one.requires_grad for one in _tensors_in((args, kwargs)))
+            make_readable((args, kwargs), computes=is_recorded)
         with internals.as_plain_tensors():
             return func(*args, **kwargs)
 
@@ -316,12 +289,13 @@ def _handed_out(
     """Return what ``get`` makes of a parameter, and note that it may be changed by that."""
     if torch.compiler.is_compiling():
         return get(parameter)
-    ownership = ownership_of(parameter)
-    group = ownership.group_of()
+    group = ownership_of(parameter).group_of()
     if group is None:
         return get(parameter)
+    if group.masters is not None:
+        return Tensor.detach(parameter)  # changes of masters by it are counted
     found = get(parameter)
-    group.expose(ownership.index, found, is_plain=is_plain)
+    group.edits.expose(found, is_plain=is_plain)
     return found
 
 
@@ -354,15 +328,6 @@ def _repeats_backward(func: Any, value: Any) -> bool:
             for one in _tensors_in(value)
             if isinstance(one, Guarded) and isinstance(one, Tensor)
         )
-
-
-def _computes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether a use computes with weights: autograd records it, or it is of a forward."""
-    if func in _UNRECORDED:
-        return False
-    if torch.is_grad_enabled() and any(t.requires_grad for t in _tensors_in((args, kwargs))):
-        return True
-    return func in _COMPUTING
 
 
 def make_readable(value: Any, *, computes: bool = False) -> None:

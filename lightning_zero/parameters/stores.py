@@ -139,16 +139,14 @@ class Store:
         memory: Iterator[Shards] | None = None,
     ) -> None:
         self.layout, self.plan, self.comm = layout, plan, comm
-        self._extent = _extent_of(layout, plan, scratch)
+        self._scratch = scratch
+        # The shard of weights, where it is kept besides its masters.
+        self._weights: Tensor | None = None
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
-        if memory is None:
-            memory = comm.transport.share([self._extent])
-        if plan.rests_apart:
-            masters = self._allocated(memory)
-        else:
-            whole = self._next(memory)
-            self._whole, masters = whole.own, whole.sharded(comm.mesh.shard)
+        masters = self._allocated(memory)
+        if not plan.rests_apart:
+            self._whole, masters = masters.own, masters.sharded(comm.mesh.shard)
         self.gather = comm.transport.gather
         self._gather_weights = comm.coded(comm.transport, plan.gather_bits, Cargo.WEIGHTS).gather
         self.reduce = comm.coded(comm.transport, plan.reduce_bits, Cargo.GRADIENTS).reduce
@@ -165,20 +163,15 @@ class Store:
     @property
     def cast_bytes(self) -> int:
         """Bytes of weights that rest besides their masters, cast."""
-        return 0
+        return 0 if self._weights is None else self._weights.nbytes
 
     def cast(self, unit: str) -> None:
         """Bring weights that rest apart from their masters up to date with these, after a step."""
 
-    def _allocated(self, memory: Iterator[Shards]) -> Shards:
-        """Return memory for masters that rest apart from whole weights."""
-        return self._next(memory)
-
-    def _next(self, memory: Iterator[Shards]) -> Shards:
-        found = next(memory)
-        # Otherwise it is another store's: stores were not made in the order of their memory.
-        assert (found.own.numel(), found.own.dtype) == self._extent[:2]
-        return found
+    def _allocated(self, memory: Iterator[Shards] | None) -> Shards:
+        """Return memory for masters, or for whole weights if masters can be views of these."""
+        extent = _extent_of(self.layout, self.plan, self._scratch)
+        return next(self.comm.transport.share([extent]) if memory is None else memory)
 
     def _rest(self, masters: Shards) -> None:
         """Let the masters rest here, from where they are gathered from now on."""
@@ -299,37 +292,44 @@ class HostStore(Store):
 
     Every rank copies its own shard up to its place in the whole, and the devices gather. Pinned
     memory is sent as it is, and cast on the device. Files are read, and cast, by threads
-    (``tensors/transfers``). Where the plan keeps weights in pinned memory
-    besides their masters, they are cast once after each change: by :meth:`cast` after a step,
-    otherwise on the way of the next gather.
+    (``tensors/transfers``). The plan may keep the shard of weights besides its masters, brought up
+    to date once after each change, by :meth:`cast` after a step, otherwise before the next gather:
+    cast in pinned memory, which halves what is sent, or on the device, where it is gathered from.
     """
 
     @override
-    def _allocated(self, memory: Iterator[Shards]) -> Shards:
+    def _allocated(self, memory: Iterator[Shards] | None) -> Shards:
         # Not shared with peers, which get it from this rank's device.
-        files, copies = self._extent.scratch, self.comm.host_copies
-        allocate = copies.lasting_memory if files is None else files.tensor
+        extent = _extent_of(self.layout, self.plan, self._scratch)
+        in_memory = self.comm.host_copies.lasting_memory
+        allocate = in_memory if extent.scratch is None else extent.scratch.tensor
         return Shards(allocate(self.layout.shard_numel, self.plan.master.dtype))
 
     @override
     def _rest(self, masters: Shards) -> None:
-        self.masters = masters
+        self.masters, self._weights = masters, None
+        # Its upload, and for both the number of the change that they show.
+        self._up: Work | None = None
+        self._as_of, self._up_as_of = -1, (-1, -1)
         self.gather_masters = self.gather_weights = self._gather_from_host
-        # The shard in the dtype of whole weights, and `num_changes` when it was cast.
-        self._weights: Tensor | None = None
-        self._as_of = -1
+        self._is_on_device = self.plan.reshards and self.plan.weight.medium is Medium.DEVICE
+        if self._is_on_device:
+            self.gather_weights = self._gather_from_device
+        elif self.plan.keeps_cast_weights:
+            self.gather_weights = self._gather_cast
 
-    @property
-    @override
-    def cast_bytes(self) -> int:
-        return 0 if self._weights is None else self._weights.nbytes
+    def _own(self, out: Tensor, unit: str, tag: int) -> tuple[Tensor, Callable[[], Work]]:
+        """Return this rank's place in ``out``, and the gather that follows when it is filled."""
+        axis = self.comm.mesh.shard
+        own = out.view(axis.size, -1)[axis.rank]
+        return own, functools.partial(self.gather, out, Shards(own), unit=unit, tag=tag)
 
     def _gather_from_host(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        axis, master = self.comm.mesh.shard, self.master
-        own = out.view(axis.size, -1)[axis.rank]
-        gather = functools.partial(self.gather, out, Shards(own), unit=unit, tag=tag)
-        if own.dtype is master.dtype or not self.plan.keeps_cast_weights:
-            return self._bring(own, gather, unit)
+        own, gather = self._own(out, unit, tag)
+        return self._bring(own, gather, unit)
+
+    def _gather_cast(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        own, gather = self._own(out, unit, tag)
         self.comm.transport.ledger.note(unit, "up", own.numel(), own.element_size())
         copies, kept, as_of = self.comm.host_copies, self._kept_weights(), self.comm.num_changes
         if self._as_of == as_of:
@@ -339,7 +339,23 @@ class HostStore(Store):
             self._as_of = as_of
             return gather()
 
-        return copies.up_in_parts(_reading(unit), _parts(master, own, kept), note_and_gather)
+        return copies.up_in_parts(_reading(unit), _parts(self.master, own, kept), note_and_gather)
+
+    def _gather_from_device(self, out: Tensor, *, unit: str, tag: int) -> Work:
+        self._bring_up(unit)
+        up, self._up = self._up, None
+        if up is not None:
+            as_of, self._up_as_of = self._up_as_of[0], (-1, -1)
+            up.wait()
+            self._as_of = as_of
+        return self.gather(out, Shards(self._kept_weights()), unit=unit, tag=tag)
+
+    def _bring_up(self, unit: str) -> None:
+        """Start to bring the masters' last change up to the device, unless that was done."""
+        as_of = self.comm.num_changes, self.comm.host_copies.num_abandoned
+        if self._as_of != self.comm.num_changes and self._up_as_of != as_of:
+            self._up_as_of = as_of
+            self._up = self._bring(self._kept_weights(), Pending, unit)
 
     def _bring(self, out: Tensor, then: Callable[[], Work], unit: str) -> Work:
         """Start to bring the masters up: from memory as they are, from files cast by threads."""
@@ -352,13 +368,19 @@ class HostStore(Store):
 
     def _kept_weights(self) -> Tensor:
         if self._weights is None:
-            numel, dtype = self.layout.shard_numel, self.plan.weight.dtype
-            self._weights = self.comm.host_copies.lasting_memory(numel, dtype)
+            numel, home = self.layout.shard_numel, self.plan.weight
+            with lasting_tensors():
+                if self._is_on_device:
+                    self._weights = torch.empty(numel, dtype=home.dtype, device=home.device)
+                else:
+                    self._weights = self.comm.host_copies.lasting_memory(numel, home.dtype)
         return self._weights
 
     @override
     def cast(self, unit: str) -> None:
-        if self.plan.keeps_cast_weights:
+        if self._is_on_device:
+            self._bring_up(unit)
+        elif self.plan.keeps_cast_weights:
             # On all cores, while the device has nothing to do: the next gather only sends.
             self._kept_weights().copy_(self.master)
             self._as_of = self.comm.num_changes
@@ -396,49 +418,6 @@ class HostStore(Store):
         return below, self.comm.host_copies.down(below, reduced, finish, group=unit)
 
 
-class ShardsOnDevice(HostStore):
-    """A store of masters in host memory or files, whose sharded weights rest on the device.
-
-    A gather reads the device's shard. A change of the masters is uploaded once: right after an
-    optimizer step, otherwise before the next gather.
-    """
-
-    @override
-    def _rest(self, masters: Shards) -> None:
-        super()._rest(masters)
-        self.gather_weights = self._gather_from_device
-        # The upload of the last change, and that change's number; it may have been abandoned.
-        self._up: Work | None = None
-        self._up_as_of = (-1, -1)
-
-    @override
-    def cast(self, unit: str) -> None:
-        self._bring_up(unit)
-
-    def _bring_up(self, unit: str) -> None:
-        """Start to bring the masters' last change up to the device, unless that was done."""
-        comm, weight = self.comm, self.plan.weight
-        as_of = comm.num_changes, comm.host_copies.num_abandoned
-        if self._as_of == self.comm.num_changes or self._up_as_of == as_of:
-            return
-        self._up_as_of = as_of
-        if self._weights is None:
-            with lasting_tensors():
-                numel, dtype = self.layout.shard_numel, weight.dtype
-                self._weights = torch.empty(numel, dtype=dtype, device=weight.device)
-        self._up = self._bring(self._weights, Pending, unit)
-
-    def _gather_from_device(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        self._bring_up(unit)
-        up, self._up = self._up, None
-        if up is not None:
-            as_of, self._up_as_of = self._up_as_of[0], (-1, -1)
-            up.wait()
-            self._as_of = as_of
-        assert self._weights is not None
-        return self.gather(out, Shards(self._weights), unit=unit, tag=tag)
-
-
 def _reading(unit: str) -> str:
     return f"Reading the weights of {unit}"
 
@@ -469,10 +448,8 @@ def store_for(
 
     Without offload to a device's host, ``memory`` yields the memory for the masters next, if given.
     """
-    if plan.rests_on_host:
-        is_on_device = plan.reshards and plan.weight.medium is Medium.DEVICE
-        return (ShardsOnDevice if is_on_device else HostStore)(layout, plan, comm, scratch)
-    return Store(layout, plan, comm, scratch, memory)
+    cls = HostStore if plan.rests_on_host else Store
+    return cls(layout, plan, comm, scratch, memory)
 
 
 def memory_for_masters(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
+import itertools
+import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -253,6 +256,42 @@ case(
 )
 
 
+class EditsInSteps(Noted):
+    """Changes weights before a forward, where torch allows it also behind one, and in validation."""
+
+    def edit(self, ways: Iterable[int]) -> None:
+        for parameter, how in zip(self.parameters(), itertools.cycle(ways), strict=False):
+            _edit(parameter, how)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.edit(range(batch_idx, batch_idx + 8))
+        loss = super().training_step(batch, batch_idx)
+        self.edit([0])
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.edit(range(8))
+        super().validation_step(batch, batch_idx)
+
+
+class EditsBehindSteps(EditsInSteps):
+    """Changes weights right after the optimizer's step, before the new ones have arrived."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss := self.loss(batch))
+        optimizer.step()
+        self.losses.append(loss.item())
+        self.edit(range(batch_idx, batch_idx + 8))
+
+
+for module in (EditsInSteps, EditsBehindSteps):
+    case("weights in hooks", module, **SHORT, stages=(1, 2, 3))
+
+
 # -- every use in every hook -----------------------------------------------------------------------
 
 
@@ -260,6 +299,10 @@ def saved(module: nn.Module) -> float:
     torch.save(module.state_dict(), file := io.BytesIO())
     file.seek(0)
     return float(sum(value.double().sum() for value in torch.load(file).values()))
+
+
+def whole(module: nn.Module) -> list[Tensor]:
+    return [p.detach() for p in module.parameters()]
 
 
 READS: dict[str, Callable[[Any], Any]] = {
@@ -281,6 +324,10 @@ READS: dict[str, Callable[[Any], Any]] = {
     "foreach": lambda m: torch._foreach_norm(list(m.parameters())),
     "state dict": lambda m: {k: v.sum() for k, v in m.state_dict().items()},
     "saved": saved,
+    "deepcopy": lambda m: whole(copy.deepcopy(m)),
+    "copied child": lambda m: whole(pickle.loads(pickle.dumps(copy.deepcopy(m.net)))),
+    "parameter": lambda m: pickle.loads(pickle.dumps(m.head.bias)),
+    "float": lambda m: whole(m.float().to("cpu", torch.float32)),
     "metadata": lambda m: [
         (p.shape, p.ndim, p.numel(), p.dtype, p.requires_grad) for p in m.parameters()
     ],
@@ -313,6 +360,21 @@ for number in range(2):
         max_steps=3,
         moments=dict.fromkeys(MOMENTS[number::2], read_all),
     )
+
+
+class ReadsInSteps(Noted):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        before = read_all(None, self)
+        loss = super().training_step(batch, batch_idx)
+        self.notes += [before, read_all(None, self)]
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.notes.append(read_all(None, self))
+        super().validation_step(batch, batch_idx)
+
+
+case("weights in hooks", ReadsInSteps, data=SHORT["data"], max_steps=3, stages=(1, 2, 3))
 
 
 for moment in ("on_after_backward", "on_train_batch_end"):

@@ -1,168 +1,25 @@
-"""The module as an object, at rest, within a step and after fit: copied, saved, converted, edited.
-
-Whatever is done to it is right; conversions are refused by an error that names the parameter.
-"""
+"""What is gathered is edited, kept and trained; views of weights, and data that is replaced."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import parameters_to_vector
 
 from lightning_zero import gathered
 from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Block, Blocks
-from tests.oracle.projects import (
-    WIDTH,
-    Regression,
-    Run,
-    assert_like_ddp,
-    fit,
-    rows,
-    under_all,
-)
+from tests.oracle.projects import WIDTH, Regression, fit
 from tests.oracle.ranks import Pools
 
-# ------------------------------------------------------------------------------------- reading
-
 Values = dict[str, Tensor]
-
-
-def _saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=not isinstance(value, nn.Module))
-
-
-def _whole(module: nn.Module, prefix: str = "") -> Values:
-    parameters = dict(module.named_parameters(prefix))
-    assert {type(parameter) for parameter in parameters.values()} == {Parameter}
-    return parameters
-
-
-READS: dict[str, Callable[[Regression], Values]] = {
-    "deepcopy": lambda module: _whole(copy.deepcopy(module)),
-    "deepcopy of a child": lambda module: _whole(copy.deepcopy(module.net), "net"),
-    "torch.save": lambda module: _whole(_saved(module)),
-    "pickle of a child": lambda module: _whole(pickle.loads(pickle.dumps(module.net)), "net"),
-    "torch.save of state_dict": lambda module: _saved(module.state_dict()),
-    "deepcopy of state_dict": lambda module: copy.deepcopy(module.state_dict()),
-    "torch.save of a parameter": lambda module: {"head.bias": _saved(module.head.bias)},
-    "vector": lambda module: {"vector": parameters_to_vector(module.parameters())},
-    "float": lambda module: dict(module.float().named_parameters()),
-    "to": lambda module: dict(module.to("cpu", torch.float32).named_parameters()),
-}
-CONVERSIONS: dict[str, Callable[[Regression], Any]] = {
-    "half": lambda module: module.half(),
-    "to bfloat16": lambda module: module.net.to(torch.bfloat16),
-}
-MOMENTS = [("at rest", 1), ("training_step", 2), ("after forward", 1), ("validation", 2)]
-
-
-class _Probed(Regression):
-    """Does everything to itself at one moment of its second step."""
-
-    def __init__(self, moment: str) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        self.moment = moment
-        self.is_whole = True
-        self.said: dict[str, str] = {}
-        self.wrong: list[str] = []
-        self.expected: Values = {}
-
-    def probe(self, moment: str) -> None:
-        if moment != self.moment or self.global_step != 1 or self.said:
-            return
-        for name, read in READS.items():
-            self.attempt(name, read)
-        if self.is_whole:
-            self.attempt("rank 0 alone", lambda module: module.of_one_rank())
-        for name, convert in CONVERSIONS.items():
-            self.attempt(name, convert)
-
-    def attempt(self, name: str, read: Callable[[Regression], Any]) -> None:
-        try:
-            values = read(self)
-        except RuntimeError as error:
-            self.said[name] = str(error)
-            return
-        self.said[name] = "done"
-        for key, value in values.items() if name in READS else ():
-            if not torch.equal(value.detach(), self.expected[key]):
-                self.wrong.append(f"{name}: {key}")
-
-    def of_one_rank(self) -> None:
-        """A copy is called, and weights are looked at, by one rank."""
-        if self.global_rank == 0:
-            with torch.enable_grad():
-                copy.deepcopy(self.net)(torch.ones(2, WIDTH)).sum().backward()
-            assert float(self.head.weight.data.norm()) > 0
-            self.head.float()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 1:
-            with gathered(self):
-                self.expected = {n: p.detach().clone() for n, p in self.named_parameters()}
-                self.expected["vector"] = parameters_to_vector(self.parameters()).detach()
-        self.probe("at rest")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.probe("training_step")
-        loss = super().training_step(batch, batch_idx)
-        self.probe("after forward")
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        with gathered(self):
-            self.expected = {n: p.detach().clone() for n, p in self.named_parameters()}
-            self.expected["vector"] = parameters_to_vector(self.parameters()).detach()
-        self.probe("validation")
-        super().validation_step(batch, batch_idx)
-
-
-def _probe(strategy: Any, moment: str) -> Run:
-    module = _Probed(moment)
-    module.is_whole = strategy != 3
-    if strategy == "ddp":
-        # What DDP would make of conversions is no example to follow.
-        module.attempt = lambda *_: None  # type: ignore[method-assign]
-    options = {"max_steps": 3, "max_epochs": -1, "val_check_interval": 1}
-    run = fit(module, strategy, data=(rows(), rows(4, seed=1)), **options)
-    run.notes = [module.wrong]
-    if strategy != "ddp":
-        _check_what_was_said(module.said, strategy, moment)
-    return run
-
-
-def _check_what_was_said(said: dict[str, str], stage: int, moment: str) -> None:
-    for name, words in said.items():
-        where = f"{name}, {moment}, stage {stage}: {words}"
-        if name in CONVERSIONS:
-            assert "Parameter 'net.stem.weight' is a view of a flat buffer" in words, where
-            assert "the `precision` of the Trainer" in words, where
-        else:
-            assert words == "done", where
-
-
-@pytest.mark.parametrize(("moment", "stage"), MOMENTS)
-def test_the_module_may_be_read_or_says_why_not(ranks: Pools, moment: str, stage: int) -> None:
-    runs = ranks(2).run(under_all, _probe, moment, stages=(stage, 3))
-    assert runs[0]["ddp"].notes == [[]]
-    assert_like_ddp(runs)
-
-
-# ------------------------------------------------------------------------------------- editing
 
 
 def _assign(module: nn.Module) -> None:
@@ -181,15 +38,6 @@ def _array(module: nn.Module) -> None:
         array *= 0.9
 
 
-def _vector(module: nn.Module) -> None:
-    vector_to_parameters(0.9 * parameters_to_vector(module.parameters()), module.parameters())
-
-
-def _row(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.data[0] = 0.05
-
-
 def _restorage(module: nn.Module) -> None:
     """As cuDNN's RNNs do when they flatten their weights."""
     with torch.no_grad():
@@ -197,85 +45,20 @@ def _restorage(module: nn.Module) -> None:
             parameter.set_(0.9 * parameter)
 
 
-EDITS = [_assign, _scale, _array, _vector, _row]
-
-
 class _Edited(Regression):
-    """Edits its weights in every step, at given moments."""
+    """Edits its weights before every forward."""
 
-    def __init__(self, edit: Callable[[nn.Module], None], moments: tuple[str, ...]) -> None:
+    def __init__(self, edit: Callable[[nn.Module], None]) -> None:
         super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        self.edit, self.moments = edit, moments
-        self.num_edits = 0
-
-    def maybe_edit(self, moment: str) -> None:
-        if moment in self.moments:
-            self.num_edits += 1
-            self.edit(self)
+        self.edit = edit
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.maybe_edit("training_step")
-        loss = super().training_step(batch, batch_idx)
-        self.maybe_edit("after forward")
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.maybe_edit("validation")
-        super().validation_step(batch, batch_idx)
-
-
-class _EditedByHand(_Edited):
-    """Edits right after the optimizer's step, before the new weights have arrived."""
-
-    def __init__(self, edit: Callable[[nn.Module], None], moments: tuple[str, ...]) -> None:
-        super().__init__(edit, moments)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.losses.append(loss.item())
-        self.maybe_edit("after the optimizer's step")
-
-
-def _edit(strategy: Any, moment: str, edits: list[Callable[[nn.Module], None]]) -> Run:
-    by_hand = moment == "after the optimizer's step"
-    notes = []
-    for edit in edits:
-        module = (_EditedByHand if by_hand else _Edited)(edit, (moment,))
-        run = fit(
-            module,
-            strategy,
-            max_steps=2,
-            max_epochs=-1,
-            val_check_interval=1,
-            data=(rows(), rows(4, seed=1)),
-        )
-        notes.append([edit.__name__, module.num_edits, run.params, run.metrics, run.losses])
-    return Run({}, notes=notes)
-
-
-@pytest.mark.parametrize(
-    ("moment", "edits", "stage"),
-    [
-        ("training_step", EDITS, 1),
-        # Torch itself refuses a backward pass through weights that were replaced before it.
-        ("after forward", [_scale], 2),
-        ("after the optimizer's step", [_assign, _array, _row], 1),
-        ("validation", [_assign, _array], 2),
-    ],
-)
-def test_edits_through_data_last(ranks: Pools, moment: str, edits: list[Any], stage: int) -> None:
-    runs = ranks(2).run(under_all, _edit, moment, edits, stages=(stage, 3))
-    assert all(note[1] > 0 for note in runs[0]["ddp"].notes)
-    assert_like_ddp(runs)
+        self.edit(self)
+        return super().training_step(batch, batch_idx)
 
 
 def _edited_by(stage: int, edit: Callable[[nn.Module], None]) -> Values:
-    return fit(_Edited(edit, ("training_step",)), stage, max_steps=3, max_epochs=-1).params
+    return fit(_Edited(edit), stage, max_steps=3, max_epochs=-1).params
 
 
 def test_weights_that_moved_are_found(ranks: Pools) -> None:
