@@ -21,8 +21,6 @@ Each round measures, one after the other:
   each measurement.
 * ``training in memory``, ``training in files``: forward and backward of each number of ``--rows``,
   and the step. The limit is the larger of the disk's time and of training in memory.
-* ``fused step``, ``step by unit``: the same step of torch's own optimizer over the same pieces in
-  memory, all at once and as it is done on an accelerator's host.
 
 Given the interpreter of an environment that has DeepSpeed or accelerate, the same rounds measure:
 
@@ -55,12 +53,10 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint import load_module_state, read_safetensors, write_safetensors
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import UnitStep
 from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import StagingMemory
 
 STATES_ALONE = "with states in files"
-ON_PIECES = ("fused step", "step by unit")
 DEEPSPEED = {"step": "DeepSpeed step", "train": "DeepSpeed training"}
 _REQUEST = 4 * 2**20
 
@@ -161,19 +157,6 @@ class Stepping:
 
         self.optimizer.step(closure)
 
-    def on_pieces(self) -> tuple[Callable[[], object], Callable[[], object]]:
-        """Return steps of another optimizer over the pieces: all at once, and unit by unit."""
-        pieces = self.engine.sharded.pieces
-        optimizer = torch.optim.AdamW(pieces, 1e-4, fused=True)
-        unit_step = UnitStep(optimizer, [unit.pieces for unit in self.engine.sharded.units])
-
-        def by_unit() -> None:
-            unit_step.begin()
-            optimizer.step()
-            unit_step.end()
-
-        return optimizer.step, by_unit
-
 
 @torch.no_grad()
 def forward(module: nn.Module, tokens: Tensor) -> None:
@@ -257,14 +240,11 @@ class Steps:
         }
         self._rows = rows
         self._in = {name: Stepping(settings, width, depth) for name, settings in places.items()}
-        self._on_pieces = dict(zip(ON_PIECES, self._in["in memory"].on_pieces(), strict=True))
 
     def measure(self, rounds: Rounds) -> None:
         rounds.note("disk reads and writes", self._disk.read_and_write)
         for name in ("in memory", STATES_ALONE, "in files"):
             rounds.note(f"step {name}", self._in[name].step)
-        for name, step in self._on_pieces.items():
-            rounds.note(name, step)
         for count in self._rows:
             for name in ("in memory", "in files"):
                 train = functools.partial(self._in[name].train, count)
@@ -285,7 +265,6 @@ class Steps:
         for count in self._rows:
             label, least = training("in files", count), found[training("in memory", count)]
             compare(f"{label} to the limit", found[label], map(max, disk, least))
-        compare("step by unit to fused step", *(found[name] for name in reversed(ON_PIECES)))
         for doing, label in DEEPSPEED.items():
             ours = {"step": "step in files", "train": training("in files", 1)}[doing]
             compare_other(label, ours, found)

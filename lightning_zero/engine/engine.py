@@ -45,7 +45,6 @@ from lightning_zero.engine.module_hook import Hooks
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Step
-from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Residency
 from lightning_zero.optimizer import (
     FileStep,
@@ -53,7 +52,6 @@ from lightning_zero.optimizer import (
     RoundedStep,
     UnitStep,
     are_torn,
-    batches_of,
     clip,
     end,
     require_whole_steps,
@@ -212,7 +210,7 @@ class Engine:
             changed=self._compare_optimizers,
             before=before,
             after=after,
-            by_unit=self._by_unit(optimizer, [u for e in engines for u in e.sharded.units]),
+            by_unit=self._by_unit(optimizer),
             choices=self.sharded.settings.optimizer_step,
         )
         for engine in engines:
@@ -222,18 +220,16 @@ class Engine:
         self.steps.append(hooks.notice or f"{name}: element-wise, sharded")
         return hooks.notice
 
-    def _by_unit(self, optimizer: Optimizer, of_units: list[Unit]) -> UnitStep | None:
+    def _by_unit(self, optimizer: Optimizer) -> UnitStep | None:
+        """Return what steps an optimizer where masters and states rest, if that is elsewhere."""
         if not self.sharded.settings.steps_by_unit:
             return None
         offload, scratch = self.sharded.settings.offload, self.sharded.scratch
-        units = [unit.pieces for unit in of_units]
         if offload is None:
-            return RoundedStep(optimizer, units)
-        units = [[piece for piece in pieces if not piece.stays] for pieces in units]
+            return RoundedStep(optimizer)
         if offload.optimizer != "nvme" or scratch is None:
-            of_all = [[piece for unit in units for piece in unit]]
-            return UnitStep(optimizer, of_all, self.comm.transport.ledger)
-        return FileStep(optimizer, batches_of(units), scratch, self.comm)
+            return UnitStep(optimizer, self.comm.transport.ledger)
+        return FileStep(optimizer, scratch, self.comm)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
         """Raise on all ranks if the optimizers differ; all call it when groups have changed."""

@@ -9,9 +9,9 @@ pieces      members of groups, and parts of states
 steppers    what an optimizer shows between steps and holds within: parameters and their states;
             it steps by element unless it is one of the next two
 whole_step  steps of whole parameters, for optimizers that mix their elements
-unit_step   steps unit by unit, for states that do not rest as they are stepped:
-staging     in files
-rounding    in bf16, with stochastic rounding
+unit_step   steps of masters or states that rest elsewhere: in host memory, or batch by batch, as in
+            bf16 with stochastic rounding
+staging     steps of states in files
 hooks       what happens before and after an optimizer's step
 clip        norms, clipping, unscaling and loss scaling of gradients over all ranks
 =========== ========================================================================================
@@ -27,8 +27,7 @@ from lightning_zero.optimizer.clip import LossScaler
 from lightning_zero.optimizer.hooks import OptimizerHooks
 from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import FindPiece, owned, parameter_of
-from lightning_zero.optimizer.rounding import RoundedStep
-from lightning_zero.optimizer.staging import FileStep, batches_of
+from lightning_zero.optimizer.staging import FileStep
 from lightning_zero.optimizer.steppers import (
     are_torn,
     end,
@@ -39,6 +38,6 @@ from lightning_zero.optimizer.steppers import (
     stepper_of,
 )
 from lightning_zero.optimizer.toys import StateBytes, state_bytes, whole_state_bytes, wraps_states
-from lightning_zero.optimizer.unit_step import UnitStep
+from lightning_zero.optimizer.unit_step import RoundedStep, UnitStep
 from lightning_zero.optimizer.watch import verdict_of
 from lightning_zero.optimizer.whole_step import owners_of

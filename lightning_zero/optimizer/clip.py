@@ -14,24 +14,17 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm import Communicator
-from lightning_zero.parameters import Piece, norms_of, settle, stack_on
-from lightning_zero.tensors import internals
+from lightning_zero.parameters import Piece, norms_of, settle
 
 
-def grads_of(pieces: Sequence[Piece]) -> list[dict[int, Tensor]]:
-    """Return the reduced gradients of ``pieces`` by index, those on device and host apart."""
-    settle(pieces)
-    found: dict[bool, dict[int, Tensor]] = {}
-    for number, piece in enumerate(pieces):
-        if piece.grad is not None:
-            found.setdefault(piece.stays, {})[number] = piece.grad
-    return [*found.values()]
-
-
-def _lists_of(pieces: Sequence[Piece]) -> list[list[Tensor]]:
-    """Return what is changed with the gradients, one list for each memory."""
+def _lists_of(pieces: Sequence[Piece], others: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return all that is changed with the gradients of ``pieces``, one list for each memory."""
     seen = settle(pieces)
-    return [*([*grads.values()] for grads in grads_of(pieces)), *([whole] for whole in seen)]
+    found: dict[bool, list[Tensor]] = {}
+    for piece in pieces:
+        if piece.grad is not None:
+            found.setdefault(piece.stays, []).append(piece.grad)
+    return [*found.values(), *([one] for one in (*seen, *others))]
 
 
 @torch.no_grad()
@@ -45,44 +38,15 @@ def total_norm(pieces: Sequence[Piece], comm: Communicator, norm_type: float = 2
             ``clip_grad_norm_`` takes.
 
     Returns:
-        A 0-d tensor, fp32 (fp64 if any master is), the same on every rank.
+        A 0-d tensor, fp32 (fp64 if any gradient is), the same on every rank.
     """
-    norm_type = float(norm_type)
-    if norm_type <= 0:
-        return _norm_of_norms(pieces, comm, norm_type)
-    dtype = torch.float32
-    with internals.as_plain_tensors():
-        for piece in pieces:
-            dtype = torch.promote_types(dtype, piece.dtype.to_real())
-    found: dict[int, Tensor] = {}
-    for grads in grads_of(pieces):
-        # Torch has no largest of no elements.
-        real = {n: g.abs() if g.is_complex() else g for n, g in grads.items() if g.numel()}
-        if real:
-            norms_here = torch._foreach_norm([*real.values()], norm_type, dtype=dtype)
-            found.update(zip(real, norms_here, strict=True))
-    norms = torch.zeros(1, dtype=dtype, device=comm.device)
-    if found:
-        # Added in the order of the pieces, wherever they rest.
-        own = [found[number] for number in sorted(found) if not pieces[number].is_copy]
-        norms = stack_on(comm.device, own) if own else norms
-    if norm_type == inf:
-        largest = norms.max()
-        comm.control.max(largest)
-        return largest
-    power = norms.pow(norm_type).sum()
-    comm.sum_over_shards(power)
-    return power.pow(1 / norm_type)
-
-
-def _norm_of_norms(pieces: Sequence[Piece], comm: Communicator, order: float) -> Tensor:
-    """Return the norm of all gradients' norms, which torch computes for any order."""
     settle(pieces)
     pieces = [piece for piece in pieces if piece.gradients.averaged[piece.place]]
     if not pieces:
         return torch.zeros((), device=comm.device)
     parts = [piece.detach().new_empty(0) if piece.grad is None else piece.grad for piece in pieces]
-    norm: Tensor = torch.linalg.vector_norm(norms_of(parts, pieces, order, comm), order)
+    norms = norms_of(parts, pieces, float(norm_type), comm)
+    norm: Tensor = torch.linalg.vector_norm(norms, float(norm_type))
     return norm
 
 
@@ -116,7 +80,7 @@ def clip_by_norm(
             " clipped. To scale them by it anyway, set `error_if_nonfinite=False`."
         )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for grads in [*_lists_of(pieces), *([other] for other in others)]:
+    for grads in _lists_of(pieces, others):
         torch._foreach_mul_(grads, factor.to(grads[0].device))
     return norm
 
@@ -130,7 +94,7 @@ def clip_by_value(
     pieces: Sequence[Piece], clip_value: float, others: Sequence[Tensor] = ()
 ) -> None:
     """Clamp every element of the gradients to ``[-clip_value, clip_value]``."""
-    for grads in [*_lists_of(pieces), *([other] for other in others)]:
+    for grads in _lists_of(pieces, others):
         torch._foreach_clamp_min_(grads, -clip_value)
         torch._foreach_clamp_max_(grads, clip_value)
 
@@ -147,7 +111,7 @@ def unscale(
     All ranks get the same answer, including those whose own pieces are finite or empty. ``others``
     are gradients of parameters of no module; without ranks there are only these.
     """
-    for grads in [*_lists_of(pieces), *([other] for other in others)]:
+    for grads in _lists_of(pieces, others):
         torch._foreach_mul_(grads, 1.0 / scale)
     largest = torch.zeros(()) if comm is None else total_norm(pieces, comm, inf)
     if others:

@@ -16,7 +16,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.optimizer.attached import METHODS, Around, Removable, with_inner
 from lightning_zero.optimizer.known import Way, may_step_in_batches
 from lightning_zero.optimizer.pieces import FindPiece, held_by, is_whole_state, pieces_of_groups
-from lightning_zero.optimizer.steppers import Stepper, bring_to_rest, stepper_of, take_over
+from lightning_zero.optimizer.steppers import Stepper, stepper_of, take_over
 from lightning_zero.optimizer.unit_step import UnitStep
 from lightning_zero.optimizer.watch import Verdict, slowest, verdict_of
 from lightning_zero.optimizer.whole_step import WholeStep
@@ -101,14 +101,12 @@ class OptimizerHooks:
             by_unit.step_at_once()
         if self.verdict.way is not Way.BY_ELEMENT:
             self._stepper = WholeStep(optimizer, self.verdict.way, comm)
-        taken = take_over(optimizer, find_piece, self._stepper, comm)
+        take_over(optimizer, find_piece, self._stepper, comm)
         self._stepper.attach(comm)
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
         self._call = _StepCall()
         self._point(optimizer)
-        with self._stepper.holding_parts():
-            bring_to_rest(optimizer, taken, self._stepper)
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             # The user's hooks may read and change weights, so they run outside of the step.
@@ -179,7 +177,6 @@ class OptimizerHooks:
         try:
             if self._members:
                 self._check_still_holds(optimizer)
-            self._stepper.require_room(self._find_piece)
             found = pieces_of_groups(optimizer, self._find)
             self._pieces = [*found]
             self._stepper.take(self._pieces)

@@ -98,11 +98,6 @@ def is_whole_state(state: Any, piece: Piece) -> bool:
     )
 
 
-def is_of_torch(state_dict: Any) -> bool:
-    """Return whether an optimizer's state dict has torch's format, not one of its own."""
-    return isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
-
-
 def owned(state: Any) -> Any:
     """Return a state with its tensors cloned: not views of a file or of a larger tensor."""
     if not isinstance(state, Mapping):

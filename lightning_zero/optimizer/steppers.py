@@ -26,18 +26,19 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.comm import Communicator, Shards, SyncPoint
 from lightning_zero.optimizer.attached import OfOptimizer, bare, is_equal, with_inner
 from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import (
@@ -60,8 +61,6 @@ class Stepper(OfOptimizer):
     Attributes:
         way: How the optimizer is stepped.
         is_torn: Whether some units are stepped and others not.
-        steps_before_call: Whether it steps members before the user's own call of ``step``, and so
-            after all pre-hooks.
         comm: The ranks; ``None`` when the run has ended.
         pieces: This rank's pieces of all members so far.
         found: The pieces by the ids of their parameters, and of their members.
@@ -71,7 +70,6 @@ class Stepper(OfOptimizer):
 
     way = Way.BY_ELEMENT
     is_torn = False
-    steps_before_call = False
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(optimizer)
@@ -94,6 +92,11 @@ class Stepper(OfOptimizer):
         return self.way is not Way.BY_ELEMENT
 
     @property
+    def steps_before_call(self) -> bool:
+        """Return whether it steps before the user's call of ``step``, after all pre-hooks."""
+        return False
+
+    @property
     def has_own_format(self) -> bool:
         """Return whether only the optimizer itself knows the format of its state dict."""
         return False
@@ -113,11 +116,8 @@ class Stepper(OfOptimizer):
         """Return a tensor with the dtype and on the device in which a piece is stepped."""
         return piece
 
-    def require_room(self, find_piece: FindPiece) -> None:
-        """Raise on all ranks if there is no room for the states of new param group members."""
-
-    def take(self, pieces: Iterable[Piece]) -> None:
-        """Note the pieces that the optimizer holds."""
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Note the pieces that the optimizer holds; a collective."""
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -331,10 +331,10 @@ def end(optimizer: Optimizer) -> None:
 
 def take_over(
     optimizer: Optimizer, find_piece: FindPiece, stepper: Stepper, comm: Communicator
-) -> list[Piece]:
-    """Give an optimizer's states of another run to this run's pieces; return these.
+) -> None:
+    """Give an optimizer's states of another run to this run's pieces.
 
-    Its groups then hold the module's parameters.
+    Its groups then hold the module's parameters. States were moved to the host when the run ended.
 
     Raises:
         ValueError: On any rank, its parts or the way in which it steps are not those of this run.
@@ -344,7 +344,7 @@ def take_over(
     pairs = [(old, new) for old, new in pairs if old is not new]
     taken = [(old, new) for old, new in pairs if new is not None]
     if not pairs:
-        return []
+        return
     stepper.take([new for _, new in taken])
     is_alike = before.way is stepper.way and len(taken) == len(pairs)
     is_alike &= all(_part(before, old) == _part(stepper, new) for old, new in taken)
@@ -354,27 +354,21 @@ def take_over(
     before.hide()
     put_members(optimizer, {id(before.member(old)): new.parameter for old, new in taken})
     for old, new in taken:
-        if before.member(old) in optimizer.state:
-            optimizer.state[stepper.member(new)] = optimizer.state.pop(before.member(old))
-    return [new for _, new in taken]
+        state, device = (
+            optimizer.state.pop(before.member(old), None),
+            stepper.stepped_as(new).device,
+        )
+        if isinstance(state, Mapping):
+            moved = with_entries(state, partial(_moved, device))
+            optimizer.state[stepper.member(new)] = stepper.kept(moved, new)
 
 
 def _part(stepper: Stepper, piece: Piece) -> Any:
     return piece.range.start, piece.range.stop, piece.dtype, stepper.keeps_state_of(piece)
 
 
-def bring_to_rest(optimizer: Optimizer, pieces: Iterable[Piece], stepper: Stepper) -> None:
-    """Bring states of another run, moved to the host when it ended, to where they rest in this."""
-    for piece in pieces:
-        device = stepper.stepped_as(piece).device
-
-        def moved(key: str, value: Any, device: torch.device = device) -> Any:
-            return value.to(device) if isinstance(value, Tensor) and key != "step" else value
-
-        state = optimizer.state.get(stepper.member(piece))
-        if isinstance(state, Mapping):
-            kept = stepper.kept(with_entries(state, moved), piece)
-            optimizer.state[stepper.member(piece)] = kept
+def _moved(device: torch.device, key: str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and key != "step" else value
 
 
 # -- whole states ----------------------------------------------------------------------------------
@@ -584,24 +578,11 @@ def _from_owner(mine: Any, piece: Piece, comm: Communicator) -> Any:
     return tree_map_only(Tensor, partial(rewrapped, change=brought), form)
 
 
+@dataclass(frozen=True)
 class _Elements:
     """Stands for a tensor with a number for each element of a piece."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-
-class _OfRank(NamedTuple):
-    """What a rank keeps of a parameter's state: that of its elements ``[start, stop)``."""
-
-    start: int
-    stop: int
-    state: Any
-
-    def sizes(self) -> list[int]:
-        """Return the bytes of each tensor of elements, in order."""
-        leaves = [leaf for leaf in tree_leaves(self.state) if isinstance(leaf, _Elements)]
-        return [(self.stop - self.start) * leaf.dtype.itemsize for leaf in leaves]
+    dtype: torch.dtype
 
 
 def _from_parts(mine: Any, piece: Piece, comm: Communicator) -> Any:
@@ -615,37 +596,33 @@ def _from_parts(mine: Any, piece: Piece, comm: Communicator) -> Any:
     def noted(key: str, value: Any) -> Any:
         is_empty = not slot.numel and key != "step" and isinstance(value, Tensor)
         if is_of_elements(key, value, own) or (is_empty and value.shape == own.shape):
-            values.append(value.detach().to(comm.device).contiguous().view(torch.uint8))
+            values.append(value.detach().contiguous().view(torch.uint8))
             return _Elements(value.dtype)
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     form = with_entries(mine, noted) if isinstance(mine, Mapping) else owned(mine)
-    of_here = _OfRank(piece.range.start, piece.range.stop, form)
-    sent = tree_map_only(Tensor, lambda value: value.cpu(), form)
-    of_ranks = comm.control.gather_objects(of_here._replace(state=sent))
+    sent = tree_map_only(Tensor, Tensor.cpu, form)
+    of_ranks = comm.control.gather_objects((piece.range.start, piece.range.stop, sent))
     of_copy = [of_ranks[rank] for rank in axis.ranks]
-    held = [one for one in of_copy if one.state is not None]
-    if not held:
-        return None
-    form = held[0].state if mine is None else form
+    held = [state for *_, state in of_copy if state is not None]
+    form = held[0] if mine is None and held else form
     if not isinstance(form, Mapping):
         return form
-    sizes = [one.sizes() for one in of_copy]
-    totals = [*map(sum, sizes)]
-    to_each = torch.cat([torch.empty(0, dtype=torch.uint8, device=comm.device), *values])
-    received = to_each  # of no elements, if the state has none
-    if any(totals):
-        given = [len(to_each)] * axis.size
-        received = comm.transport.exchange(to_each.repeat(axis.size), given, totals, axis)
-    chunks = zip(of_copy, torch.split(received, totals), sizes, strict=True)
-    parts = [(one, iter(torch.split(chunk, own))) for one, chunk, own in chunks if own]
+    most, left = max(stop - start for start, stop, _ in of_copy), iter(values)
 
     def whole(_: str, value: Any) -> Any:
         if not isinstance(value, _Elements):
             return value
+        itemsize = value.dtype.itemsize
         flat = torch.empty(slot.numel, dtype=value.dtype, device=piece.parameter.device)
-        for one, values_there in parts:
-            flat[one.start : one.stop].view(torch.uint8).copy_(next(values_there))
+        if most:
+            part = torch.zeros(most * itemsize, dtype=torch.uint8, device=comm.device)
+            if (own_part := next(left, None)) is not None:
+                part[: len(own_part)].copy_(own_part)
+            parts = part.new_empty(axis.size * len(part))
+            comm.transport.gather(parts, Shards(part), unit="full", tag=0).wait()
+            for (start, stop, _), row in zip(of_copy, parts.chunk(axis.size), strict=True):
+                flat[start:stop].view(torch.uint8).copy_(row[: (stop - start) * itemsize])
         return flat.as_strided(slot.shape, slot.stride)
 
     return with_entries(form, whole)

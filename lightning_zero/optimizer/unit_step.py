@@ -1,19 +1,17 @@
-"""Steps of an optimizer unit by unit, where its states rest: for offload and stochastic rounding.
+"""Steps by element of masters or states that rest elsewhere: for offload and stochastic rounding.
 
-The user's own call of ``step`` steps all members. Classes of torch, whose steps change nothing that
-members share, also step in batches, a unit or a part of a large one each. Before the user's call
-goes through the param groups, the step of the class is called for all batches but the last, one
-after the other; the call itself steps the last one. Hooks, schedulers, counters and the closure see
-one step::
+The user's own call of ``step`` steps all members where they rest, as in host memory. States that
+must be brought to a step are stepped in batches, as far as an optimizer's step changes nothing that
+members share. Before the user's call goes through the param groups, the step of the class is called
+for all batches but the last, one after the other; the call itself steps the last one. Hooks,
+schedulers, counters and the closure see one step::
 
-    pre-hook    others | batch 0 | batch 1 | ...   the groups hold one batch's members
+    pre-hook    batch 0 | batch 1 | ...   the groups hold stand-ins of one batch
     step        last batch
-    post-hook                                      they hold all members again
+    post-hook                             they hold all members again
 
-The others are members in no batch: those that stay on a device, which steps them while the host
-goes on, and those that belong to no engine.
-
-Around each batch's step its states are fetched from where they rest, and flushed.
+A **stand-in** is stepped in place of a part of a piece, with a gradient and a state of its own. All
+members that no batch has are stepped with the first.
 
 An error part way through the batches leaves some stepped and others not. Such a step is **torn**:
 nothing may be stepped or saved any more.
@@ -22,9 +20,10 @@ nothing may be stepped or saved any more.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,91 +36,113 @@ from lightning_zero.optimizer.known import may_be_fused
 from lightning_zero.optimizer.pieces import is_of_elements, parameter_of, with_entries
 from lightning_zero.optimizer.steppers import Stepper
 from lightning_zero.parameters import Piece
-
-_OTHERS = -1
-"""Stands for the members in no batch."""
-
-Groups = list[list[Parameter]]
-"""The members of each param group."""
-ParamGroups = list[dict[str, Any]]
-"""The param groups of an optimizer."""
+from lightning_zero.tensors import numel_at_a_time
 
 _NOT_BY_FUSED_SGD = frozenset([torch.bfloat16, torch.float16])
 
 
+class Part(NamedTuple):
+    """Elements ``[start, stop)`` of a piece: all, unless it is cut over several batches."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return self.stop - self.start
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the piece ends with this part."""
+        return self.stop == self.piece.numel()
+
+    def of(self, values: Tensor) -> Tensor:
+        """Return the part's values, given those of its piece."""
+        return values[self.start : self.stop]
+
+
 class UnitStep(Stepper):
-    """Steps an optimizer whose states are left in host memory, where it makes them.
+    """Steps an optimizer by element where its states rest: here in the user's call.
 
     Args:
         optimizer: The optimizer.
-        batches: The pieces that may be stepped together, one batch after the other. A piece in
-            several batches is stepped part by part.
         ledger: Counts the time of steps on the host; ``None`` for steps on the device.
 
     Attributes:
+        batches: What is stepped together, one batch after the other; a piece that is cut is in
+            several. Empty if states rest where they are stepped.
         is_torn: ``True`` during a step of several batches, and forever after one that ended
             half-way.
     """
 
-    steps_before_call = True
     place = "host memory"
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        batches: Sequence[Sequence[Piece]],
-        ledger: Ledger | None = None,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, ledger: Ledger | None = None) -> None:
         super().__init__(optimizer)
+        self.batches: list[list[Part]] = []
         self._ledger = ledger
-        self._began = 0.0
-        self._numbers: dict[int, list[int]] = {}
-        for number, batch in enumerate(batches):
-            for piece in batch:
-                self._numbers.setdefault(id(piece), []).append(number)
-        self._to_fuse: list[int] = []
-        # What the groups hold outside of a step.
-        self._members: Groups | None = None
+        self._is_at_once = False
+        self._under_way: Generator[None, None, None] | None = None
+
+    @property
+    @override
+    def steps_before_call(self) -> bool:
+        return bool(self.batches)
 
     def step_at_once(self) -> None:
         """Step all members in the user's own call: batches may not give the same numbers."""
-        self._numbers.clear()
+        self._is_at_once = True
 
-    def _groups_to_fuse(self) -> list[int]:
-        """Return the groups to step fused on the CPU: those that can be and are not set otherwise.
-
-        That is one pass over their memory; torch's default on a CPU makes one per operation.
-        """
-        optimizer, found = self.optimizer, []
-        groups = optimizer.param_groups if may_be_fused(optimizer) else ()
-        for index, group in enumerate(groups):
-            is_unset = group.get("fused") is None and group.get("foreach") is None
-            # Not every fused step takes a learning rate in a tensor, and none complex numbers.
-            can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
-            stepped = [self.stepped_as(p) for p in group["params"] if id(p) in self._numbers]
-            is_on_cpu = all(one.device.type == "cpu" for one in stepped)
-            if is_unset and can_be and is_on_cpu and all(map(torch.is_floating_point, stepped)):
-                found.append(index)
-        return found
+    def in_groups(self, pieces: Sequence[Piece]) -> list[tuple[dict[str, Any], list[Piece]]]:
+        """Return the param groups, each with those of ``pieces`` that it holds."""
+        found = {id(piece.parameter): piece for piece in pieces}
+        keys = [
+            (group, map(id, map(parameter_of, group["params"])))
+            for group in self.optimizer.param_groups
+        ]
+        return [(group, [found[key] for key in own if key in found]) for group, own in keys]
 
     @override
-    def take(self, pieces: Iterable[Piece]) -> None:
+    def take(self, pieces: Sequence[Piece]) -> None:
         """Note the pieces that the optimizer holds.
 
         Raises:
             ValueError: Torch would step some of them wrongly on the host.
         """
-        optimizer, pieces = self.optimizer, [*pieces]
-        stepped = {id(piece.parameter): self.stepped_as(piece) for piece in pieces}
-        for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-            own = [stepped.get(id(parameter_of(member))) for member in group["params"]]
-            on_host = {one.dtype for one in own if one is not None and one.device.type == "cpu"}
-            if group.get("fused") and on_host & _NOT_BY_FUSED_SGD:
+        for group, own in self.in_groups(pieces):
+            stepped = map(self.stepped_as, own)
+            on_host = {one.dtype for one in stepped if one.device.type == "cpu"}
+            is_sgd = isinstance(self.optimizer, torch.optim.SGD)
+            if is_sgd and group.get("fused") and on_host & _NOT_BY_FUSED_SGD:
                 raise ValueError(
                     "These parameters are stepped on the CPU, where torch's SGD with fused=True"
                     " leaves most of a 16-bit parameter unchanged. Remove fused=True, or train in"
                     " mixed precision."
                 )
+
+    def _groups_to_fuse(self) -> list[dict[str, Any]]:
+        """Return the groups to step fused on the CPU: those that can be and are not set otherwise.
+
+        That is one pass over their memory; torch's default on a CPU makes one per operation.
+        """
+        optimizer, found = self.optimizer, []
+        for group in optimizer.param_groups if may_be_fused(optimizer) else ():
+            is_unset = group.get("fused") is None and group.get("foreach") is None
+            # Not every fused step takes a learning rate in a tensor, and none complex numbers.
+            can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
+            held = [self.found.get(id(p), p) for p in group["params"] if p.requires_grad]
+            stepped = [self.stepped_as(p) if isinstance(p, Piece) else p for p in held]
+            if (
+                is_unset
+                and can_be
+                and all(one.device.type == "cpu" and one.is_floating_point() for one in stepped)
+            ):
+                found.append(group)
+        return found
+
+    # -- states ----------------------------------------------------------------------------------
 
     @override
     def kept(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
@@ -138,22 +159,29 @@ class UnitStep(Stepper):
         return with_entries(state, rest)
 
     def rest(self, key: str, value: Any, piece: Piece) -> Any:
-        """Return a copy of an entry of a piece's state where it rests."""
-        return value.clone() if isinstance(value, Tensor) else value
+        """Return a copy of an entry of a piece's state where it rests.
 
-    # -- the states of a step --------------------------------------------------------------------
+        Fused steps on the host take no counts of steps from a device, as from a checkpoint.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        is_count = key == "step" and self.stepped_as(piece).device.type == "cpu"
+        return value.to("cpu", copy=True) if is_count else value.clone()
 
-    def open(self, numbers: Sequence[int]) -> None:
-        """Begin a step of the batches with these numbers, in this order."""
+    def lend(self, part: Part, values: Tensor, key: str | None = None) -> Tensor:
+        """Return what is stepped for ``values`` of a piece, which have a number per element.
 
-    def fetch(self, number: int, groups: ParamGroups) -> None:
-        """Bring the states of a step's next batch to its members, or stand-ins, in ``groups``."""
+        They are its masters, its gradient or, with a ``key``, an entry of its state.
+        """
+        raise NotImplementedError
 
-    def flush(self) -> None:
-        """Bring the states of the fetched batch back to rest, after its step."""
+    def rested(self, part: Part, stand_in: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of what was stepped as it rests, and bring masters there."""
+        raise NotImplementedError
 
-    def close(self) -> None:
-        """End a step, even a failed one: bring all states to rest."""
+    def brought(self, batches: list[list[Part]]) -> Generator[list[Part], None, None]:
+        """Yield each batch when its states are in memory, and bring them to rest behind it."""
+        yield from batches
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -167,76 +195,95 @@ class UnitStep(Stepper):
             )
 
     @override
-    def abandon(self) -> None:
-        if self._members is not None:
-            self._restore()
-            with contextlib.suppress(OSError):  # already raised by the step
-                self.close()
-        super().abandon()
-
-    @override
     @torch.no_grad()
     def begin(self) -> None:
         """Step all batches but the last, and leave that one to the call under way."""
-        self._began = perf_counter()
-        optimizer, batches = self.optimizer, self._cut()
-        # Not torn yet: if memory is lacking, the step may be tried again.
-        self.open([*batches])
-        self._to_fuse = self._groups_to_fuse()
-        groups = optimizer.param_groups
-        self._members, self.is_torn = [[*group["params"]] for group in groups], len(batches) > 1
+        self._under_way = self._step()
+        next(self._under_way)
+
+    @override
+    @torch.no_grad()
+    def end(self) -> None:
+        """End the step of the last batch, and restore the param groups."""
+        assert self._under_way is not None
+        next(self._under_way, None)
+
+    @override
+    def abandon(self) -> None:
+        if self._under_way is not None:
+            with contextlib.suppress(OSError):  # already raised by the step
+                self._under_way.close()
+        super().abandon()
+
+    def _step(self) -> Generator[None, None, None]:
+        """Step batch by batch, the last one while this generator waits."""
+        began, optimizer = perf_counter(), self.optimizer
+        groups, states = optimizer.param_groups, optimizer.state
+        members, fused = [[*group["params"]] for group in groups], self._groups_to_fuse()
+        # What has no gradient is not stepped.
+        batches = [[part for part in each if part.piece.grad is not None] for each in self.batches]
+        batches = [batch for batch in batches if batch] or [[]]
+        batched = {part.piece for batch in batches for part in batch}
         # Torch wraps the step of a class to call the hooks; unwrap it.
         step: Callable[[Any], Any] = type(optimizer).step
         step = getattr(step, "__wrapped__", step)
-        for number, members in batches.items():
-            if number != next(iter(batches)):
-                step(optimizer)
-                self.flush()
-            self._narrow(members, fuses=number != _OTHERS)
-            self._bring_counts()
-            self.fetch(number, groups)
-
-    def _bring_counts(self) -> None:
-        """Bring counts of steps, as from a checkpoint, to where fused steps run."""
-        state = self.optimizer.state
-        for group in self.optimizer.param_groups:
-            for member in group["params"] if group.get("fused") else ():
-                count = state.get(member, {}).get("step")
-                if isinstance(count, Tensor) and count.device != member.device:
-                    state[member]["step"] = count.to(member.device, torch.float32)
-
-    def _cut(self) -> dict[int, Groups]:
-        """Return the members of the param groups by batch; those in none come first."""
-        groups = self.optimizer.param_groups
-        batches: dict[int, Groups] = {}
-        for index, group in enumerate(groups):
-            for member in group["params"]:
-                for number in self._numbers.get(id(member), [_OTHERS]):
-                    batches.setdefault(number, [[] for _ in groups])[index].append(member)
-        return dict(sorted(batches.items())) or {_OTHERS: [[] for _ in groups]}
-
-    def _narrow(self, members: Groups, *, fuses: bool) -> None:
-        """Make the param groups hold only these members."""
-        groups = self.optimizer.param_groups
-        for group, some in zip(groups, members, strict=False):  # a group may be new
-            group["params"][:] = some
-        for index in self._to_fuse:
-            groups[index]["fused"] = fuses or None
-
-    def _restore(self) -> None:
-        members, self._members = self._members, None
-        assert members is not None
-        self._narrow(members, fuses=False)
-
-    @override
-    def end(self) -> None:
-        """End the step of the last batch, and restore the param groups."""
-        self.flush()
-        self.close()
-        self._restore()
-        self.is_torn = False
+        lent: dict[Parameter, Parameter] = {}
+        try:
+            for group in fused:
+                group["fused"] = True
+            with contextlib.closing(self.brought(batches)) as brought:
+                for number, batch in enumerate(brought):
+                    # Not before: if memory is lacking, the step may be tried again.
+                    self.is_torn |= len(batches) > 1
+                    lent = {part.piece: self._stand_in(part) for part in batch}
+                    for group, held in zip(groups, members, strict=False):
+                        group["params"][:] = [
+                            lent.get(one, one)
+                            for one in held
+                            if one in lent or (number == 0 and one not in batched)
+                        ]
+                    if number < len(batches) - 1:
+                        step(optimizer)
+                    else:
+                        yield
+                    for part in batch:
+                        self._take_back(part, lent.pop(part.piece))
+            self.is_torn = False
+        finally:
+            for stand_in in lent.values():  # left by a step that failed
+                states.pop(stand_in, None)
+            for group, held in zip(groups, members, strict=False):  # a group may be new
+                group["params"][:] = held
+            for group in fused:
+                group["fused"] = None
         if self._ledger is not None:
-            self._ledger.spend("stepping", perf_counter() - self._began)
+            self._ledger.spend("stepping", perf_counter() - began)
+
+    def _stand_in(self, part: Part) -> Parameter:
+        """Return the parameter to step for a part, with its gradient and state.
+
+        All parts of a piece take the same step: each counts it in copies.
+        """
+        piece, states = part.piece, self.optimizer.state
+        stand_in = Parameter(self.lend(part, piece.detach()), requires_grad=False)
+        assert piece.grad is not None
+        stand_in.grad = self.lend(part, piece.grad)
+
+        def entry(key: str, value: Any) -> Any:
+            if is_of_elements(key, value, piece):
+                return self.lend(part, value, key)
+            return value.clone() if isinstance(value, Tensor) else value
+
+        if piece in states:
+            states[stand_in] = with_entries(states[piece], entry)
+        return stand_in
+
+    def _take_back(self, part: Part, stand_in: Parameter) -> None:
+        """Bring what was stepped to rest; a piece has a new state once its last part has one."""
+        states = self.optimizer.state
+        state = self.rested(part, stand_in, states.pop(stand_in, {}))
+        if state and part.is_last:
+            states[part.piece] = state
 
     @override
     def describe(self, reason: str) -> str:
@@ -244,3 +291,82 @@ class UnitStep(Stepper):
         unset = " It is stepped with fused=True, as neither fused nor foreach is set."
         fused = unset if self._groups_to_fuse() else ""
         return f"{name}: element-wise, sharded; its states rest in {self.place}.{fused}"
+
+
+# -- stochastic rounding ---------------------------------------------------------------------------
+
+
+class RoundedStep(UnitStep):
+    """Steps an optimizer in fp32, with weights and states that rest in bf16.
+
+    Rounding to nearest, bf16 loses every change smaller than a 512th of the number: weights stand
+    still at small learning rates, and means over a thousand steps never move. Stochastic rounding
+    goes up or down at random, more likely to the nearer neighbour, so that the expected value is
+    exact (Zamirai et al., *Revisiting BFloat16 Training*, 2020). One unit at a time is in fp32.
+    """
+
+    place = "bf16, stepped in fp32 with stochastic rounding"
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        self._num_steps: dict[str, int] = {}
+
+    @override
+    def stepped_as(self, piece: Piece) -> Tensor:
+        is_rounded = piece.dtype is torch.bfloat16
+        return torch.empty(0, device=piece.device) if is_rounded else piece
+
+    @override
+    def take(self, pieces: Sequence[Piece]) -> None:
+        super().take(pieces)
+        of_units: dict[int, list[Part]] = {}
+        for piece in pieces:
+            if piece.dtype is torch.bfloat16:
+                unit = 0 if self._is_at_once else id(piece.gradients)
+                of_units.setdefault(unit, []).append(Part(piece, 0, piece.numel()))
+        self.batches = [*of_units.values()]
+
+    @override
+    def lend(self, part: Part, values: Tensor, key: str | None = None) -> Tensor:
+        return values.float()
+
+    @override
+    def rested(self, part: Part, stand_in: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
+        piece, noise = part.piece, self._noise(part.piece, state.get("step"))
+
+        def entry(key: str, value: Any) -> Any:
+            if not is_of_elements(key, value, piece):
+                return value
+            out = torch.empty_like(value, dtype=piece.dtype)
+            round_by_chance(value, out, noise)
+            return out
+
+        found = with_entries(state, entry)
+        round_by_chance(stand_in.detach(), piece.detach(), noise)
+        return found
+
+    def _noise(self, piece: Piece, step: Any) -> torch.Generator:
+        """Return the noise for a step of a piece: the same in every run and all copies of it."""
+        place = f"{piece.range.slot.name} {piece.range.start}"
+        if place not in self._num_steps:
+            # A resumed run continues the noise if the optimizer counts its steps.
+            is_count = isinstance(step, int | float) or (torch.is_tensor(step) and not step.dim())
+            self._num_steps[place] = int(step or 1) - 1 if is_count else 0
+        self._num_steps[place] += 1
+        seed = zlib.crc32(f"{place} {self._num_steps[place]}".encode())
+        return torch.Generator(piece.device).manual_seed(seed)
+
+
+def round_by_chance(source: Tensor, out: Tensor, noise: torch.Generator) -> None:
+    """Write fp32 numbers to a bf16 tensor, rounded at random so that the expected value is exact.
+
+    Numbers that bf16 can represent stay as they are, and so do infinities and NaN.
+    """
+    together = numel_at_a_time(source.device)
+    for part, target in zip(torch.split(source, together), torch.split(out, together), strict=True):
+        # bf16 is the upper half of fp32: noise added to the lower half carries at random.
+        bits = torch.randint(
+            2**16, part.shape, dtype=torch.int32, device=part.device, generator=noise
+        )
+        bits.add_(part.view(torch.int32)).bitwise_and_(-(2**16))
+        target.copy_(torch.where(part.isfinite(), bits.view(torch.float32), part))

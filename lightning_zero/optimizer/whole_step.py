@@ -15,7 +15,7 @@ by parameter or by ``id``, or from a closure.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_zero.comm import Axis, Communicator, SyncPoint
 from lightning_zero.optimizer.known import Way
-from lightning_zero.optimizer.pieces import is_of_torch, owned
+from lightning_zero.optimizer.pieces import owned
 from lightning_zero.optimizer.steppers import Stepper
 from lightning_zero.parameters import Lent, Piece, drop
 from lightning_zero.plan import cut_of
@@ -65,9 +65,8 @@ class Whole:
         self.owner = owner
         self.is_here = owner in (None, axis.rank)
         self._rank, self._cut = axis.rank, cut_of(piece.parameter)
-        self._num_parts = 1 if self._cut is None else self._cut.size
         # Of pieces that tensor-parallel ranks have alike, the first one is sent.
-        step = tensor_size // self._num_parts
+        step = tensor_size // (1 if self._cut is None else self._cut.size)
         self._sent = [(0, 0) if n % step else own for n, own in enumerate(ranges)]
         self.has_grad = False
         self.member: Parameter = piece.parameter
@@ -82,26 +81,23 @@ class Whole:
         # NaN shows readers between steps that there are no values.
         return torch.full((), math.nan, dtype=piece.dtype, device=piece.device).expand(shape)
 
-    def sent(self) -> Iterator[Tensor]:
-        """Yield this rank's part of the master, and of the gradient if there is one."""
+    def sent_bytes(self, rank: int) -> int:
+        """Return the bytes of what ``rank`` sends of the master, or of the gradient."""
+        start, stop = self._sent[rank]
+        return (stop - start) * self.piece.element_size()
+
+    def sent_master(self) -> Tensor:
+        """Return this rank's part of the master."""
         start, stop = self._sent[self._rank]
-        own = self.piece.detach()[: stop - start]
-        yield own
-        if self.has_grad:
-            grad = self.piece.grad
-            yield torch.zeros_like(own) if grad is None else grad[: len(own)].to(own.dtype)
+        return self.piece.detach()[: stop - start]
 
-    def fill(self, received: Sequence[Iterator[Tensor]]) -> None:
-        """Fill the parameter from what each rank has :meth:`sent`."""
-        data = self._next_of(received)
-        grad = self._next_of(received) if self.has_grad else None
-        if self.owner is None:
-            self._lent = Lent(self.member, data, grad)
-            return
-        self.member.data, self.member.grad = data, grad
-        self.member.requires_grad_(self.piece.requires_grad)
+    def sent_grad(self) -> Tensor:
+        """Return this rank's part of the gradient, which some rank has."""
+        own, grad = self.sent_master(), self.piece.grad
+        return torch.zeros_like(own) if grad is None else grad[: len(own)].to(own.dtype)
 
-    def _next_of(self, received: Sequence[Iterator[Tensor]]) -> Tensor:
+    def assembled(self, parts: Iterable[Tensor]) -> Tensor:
+        """Return the whole tensor of which each rank has sent a part, as bytes."""
         slot, like, cut = self.piece.range.slot, self.piece, self._cut
         shapes = [slot.shape]
         if cut is not None:
@@ -109,12 +105,19 @@ class Whole:
         flat = [
             torch.empty(math.prod(shape), dtype=like.dtype, device=like.device) for shape in shapes
         ]
-        for number, (parts, (start, stop)) in enumerate(zip(received, self._sent, strict=True)):
-            part = flat[number % self._num_parts][start:stop]
-            part.view(torch.uint8).copy_(next(parts))
+        for number, (part, (start, stop)) in enumerate(zip(parts, self._sent, strict=True)):
+            flat[number % len(flat)][start:stop].view(torch.uint8).copy_(part)
         if cut is None:
             return flat[0].as_strided(slot.shape, slot.stride)
         return cut.whole_of([part.view(shape) for part, shape in zip(flat, shapes, strict=True)])
+
+    def fill(self, data: Tensor, grad: Tensor | None) -> None:
+        """Fill the parameter with its whole master and gradient."""
+        if self.owner is None:
+            self._lent = Lent(self.member, data, grad)
+            return
+        self.member.data, self.member.grad = data, grad
+        self.member.requires_grad_(self.piece.requires_grad)
 
     def pieces(self) -> Iterator[Tensor]:
         """Yield each rank's piece of what was stepped here."""
@@ -124,12 +127,7 @@ class Whole:
         else:
             flat = [cut.part_of(whole, number).reshape(-1) for number in range(cut.size)]
         for number, (start, stop) in enumerate(self.ranges):
-            yield flat[number % self._num_parts][start:stop]
-
-    def sent_bytes(self, rank: int) -> int:
-        """Return the bytes of what ``rank`` sends of the master, or of the gradient."""
-        start, stop = self._sent[rank]
-        return (stop - start) * self.piece.element_size()
+            yield flat[number % len(flat)][start:stop]
 
     def require_intact(self) -> None:
         """Raise a ``RuntimeError`` if the parameter shows weights again, not what was stepped."""
@@ -182,7 +180,7 @@ class WholeStep(Stepper):
         self._is_begun = False
 
     @override
-    def take(self, pieces: Iterable[Piece]) -> None:
+    def take(self, pieces: Sequence[Piece]) -> None:
         """Find owners for new parameters, the same on all ranks; a collective."""
         new = [piece for piece in pieces if id(piece) not in self._wholes]
         if not new:
@@ -209,7 +207,10 @@ class WholeStep(Stepper):
     @property
     @override
     def has_own_format(self) -> bool:
-        return self.way is Way.ALL_AT_ONCE and not is_of_torch(self.state_dict())
+        if self.way is not Way.ALL_AT_ONCE:
+            return False
+        state: Any = self.state_dict()
+        return not (isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys())
 
     @override
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
@@ -241,23 +242,20 @@ class WholeStep(Stepper):
         for whole, flag in zip(wholes, maxima, strict=True):
             whole.has_grad = bool(flag)
         with lasting_tensors(), torch.no_grad():
-            self._bring_to_owners(wholes)
+            masters = self._brought(wholes, Whole.sent_master)
+            grads = self._brought([w for w in wholes if w.has_grad], Whole.sent_grad)
+            for whole, data in masters.items():
+                whole.fill(data, grads.get(whole))
         self._is_begun = True
 
-    def _bring_to_owners(self, wholes: Sequence[Whole]) -> None:
-        parts: list[list[Tensor]] = [[] for _ in self._loads]
-        for whole in wholes:
-            own = list(whole.sent())
-            for rank in range(len(parts)) if whole.owner is None else (whole.owner,):
-                parts[rank] += own
-        here = [whole for whole in wholes if whole.is_here]
-        sizes = [
-            [whole.sent_bytes(rank) for whole in here for _ in range(1 + whole.has_grad)]
-            for rank in range(len(parts))
-        ]
-        received = self._send(parts, sizes)
-        for whole in here:
-            whole.fill(received)
+    def _brought(
+        self, wholes: Sequence[Whole], part_of: Callable[[Whole], Tensor]
+    ) -> dict[Whole, Tensor]:
+        """Return whole tensors of those that are stepped here; a collective."""
+        ranks, here = range(self._axis.size), [whole for whole in wholes if whole.is_here]
+        parts = [[part_of(whole) for whole in wholes if whole.owner in (None, n)] for n in ranks]
+        received = self._send(parts, [[whole.sent_bytes(n) for whole in here] for n in ranks])
+        return {whole: whole.assembled(map(next, received)) for whole in here}
 
     @override
     def end(self) -> None:

@@ -50,8 +50,10 @@ from lightning_zero.tensors.transfers import (
     StagingMemory,
     Threads,
     UploadPart,
+    Wait,
     Work,
     in_pages,
     pinned_bytes,
     require_abilities,
+    wait_for,
 )

@@ -101,6 +101,19 @@ class Threads:
             self._pool = None
 
 
+def wait_for(ends: list[Wait]) -> None:
+    """Wait until all have ended, forget them, and raise the first error."""
+    errors = []
+    for wait in ends:  # not forgotten before all have ended: an interrupt may come here
+        try:
+            wait()
+        except Exception as error:
+            errors.append(error)
+    ends.clear()
+    if errors:
+        raise errors[0]
+
+
 class Buffer:
     """Memory for one chunk.
 
@@ -123,15 +136,7 @@ class Buffer:
 
     def wait(self) -> None:
         """Wait until nothing uses the memory, then raise the first error."""
-        errors = []
-        for wait in self.ends:  # not forgotten before all have ended: an interrupt may come here
-            try:
-                wait()
-            except Exception as error:
-                errors.append(error)
-        self.ends = []
-        if errors:
-            raise errors[0]
+        wait_for(self.ends)
 
     def part(self, start: int, nbytes: int) -> memoryview:
         """Return ``nbytes`` bytes from ``start`` on, for a request."""

@@ -21,10 +21,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import module_state, optimizer_state
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import batches_of, kept_states, staging
-from lightning_zero.optimizer.staging import NUM_BUFFERS
+from lightning_zero.optimizer import kept_states, staging, stepper_of
 from lightning_zero.plan import RECIPES, Offload, Settings
-from lightning_zero.tensors import Scratch, StagedFile, StagingMemory, in_pages
+from lightning_zero.tensors import NUM_BUFFERS, Scratch, StagedFile, StagingMemory
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import adamw, adopted, is_in_file, shard
@@ -150,8 +149,7 @@ def in_small_batches(folder: str, are_direct: bool) -> None:
         found = []
         for files in (offload(3, folder), {}):
             engine, optimizer = adopted(CASE.build(), momentum, **files)
-            batches = batches_of([unit.pieces for unit in engine.sharded.units])
-            assert not files or len(batches) > 2 * NUM_BUFFERS
+            assert not files or len(stepper_of(optimizer).batches) > 2 * NUM_BUFFERS  # type: ignore[attr-defined]
             for _ in range(2):
                 step(engine, optimizer)
                 change(engine, optimizer)
@@ -197,9 +195,9 @@ def without_room_for_all(folder: str) -> list[str]:
     model = CASE.build()
     engine = shard(model, **offload(3, folder))
     first, *others = model.parameters()
-    batches = batches_of([unit.pieces for unit in engine.sharded.units])
-    sizes = [sum(p.nbytes for p in batch if p.piece.parameter is not first) for batch in batches]
-    room = 2 * 3 * sum(map(in_pages, sizes))
+    held = [p for p in engine.sharded.pieces if p.parameter is not first and p.numel()]
+    files = staging.StateFiles(held, Scratch(folder))
+    room = 3 * 4 * sum(engine.comm.control.gather_objects(files.numel))
     real, told = os.statvfs, []
     os.statvfs = lambda _: SimpleNamespace(f_bavail=room, f_frsize=1)  # type: ignore
     try:

@@ -233,8 +233,8 @@ def test_a_pre_hook_that_would_come_late_is_refused(tmp_path: Path) -> None:
     def first(optimizer: Any, number: int) -> None:
         Optimizer.register_step_pre_hook(optimizer, keep)  # type: ignore[arg-type]
 
-    with pytest.raises(RuntimeError, match=r"pre-hook of Scaled .*own register_step_pre_hook"):
-        in_closures(Scaled, first=first, closes=False, **files(3, str(tmp_path)))
+    with pytest.raises(RuntimeError, match=r"pre-hook of SGD .*own register_step_pre_hook"):
+        in_closures(sgd, first=first, closes=False, **files(3, str(tmp_path)))
 
 
 @pytest.mark.parametrize("world", [1, 2])

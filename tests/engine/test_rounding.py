@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import kept_states, rounding
-from lightning_zero.optimizer.rounding import round_by_chance
+from lightning_zero.optimizer import kept_states, unit_step
+from lightning_zero.optimizer.unit_step import round_by_chance
+from lightning_zero.parameters import Piece
 from lightning_zero.plan import Offload, Settings
 from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
@@ -116,7 +117,7 @@ def compare_all() -> None:
     for make, stage, how in HOW:
         how = {"precision": "bf16-true", "steps": 4, **how}
         expected = replicate("transformer", partial(InFp32, make), **how)
-        with mock.patch.object(rounding, "round_by_chance", to_nearest):
+        with mock.patch.object(unit_step, "round_by_chance", to_nearest):
             how |= {"stage": stage, "policy": "local", "stochastic_rounding": True}
             found = train("transformer", make, **how)
         expected.notes = found.notes  # norms round by their order in bf16
@@ -158,7 +159,7 @@ def bytes_at_rest() -> list[dict[str, int]]:
         batch = MODELS["transformer"].batch(4, 0)
         MODELS["transformer"].loss(model, batch).backward()
         optimizer.step()
-        assert all(isinstance(key, rounding.Piece) for key, _ in kept_states([optimizer]))
+        assert all(isinstance(key, Piece) for key, _ in kept_states([optimizer]))
         held = engine.sharded.memory()
         found.append({kind: held[kind] for kind in ("weights", "gradients", "master", "states")})
         engine.close()

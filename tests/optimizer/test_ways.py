@@ -135,8 +135,7 @@ def test_steps_are_fused_on_cpus_only() -> None:
     for device, fused in (("meta", None), ("cpu", True)):
         parameter = nn.Parameter(torch.ones(3, device=device))
         optimizer = torch.optim.Adagrad([parameter])
-        pieces: Any = [[parameter]]
-        unit_step = UnitStep(optimizer, pieces)
+        unit_step = UnitStep(optimizer)
         unit_step.begin()
         assert optimizer.param_groups[0]["fused"] is fused
         unit_step.end()
