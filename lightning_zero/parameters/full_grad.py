@@ -181,14 +181,16 @@ def norms_of(
     parts = [part.abs() if part.is_complex() else part for part in parts]
     dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     dtype = torch.promote_types(torch.float32, dtype)
-    norms = torch.full((len(parts),), inf if order < 0 else 0.0, dtype=dtype, device=comm.device)
-    of_devices: dict[torch.device, list[int]] = {}
+    of_none = torch.full((), inf if order < 0 else 0.0, dtype=dtype, device=parts[0].device)
+    found, in_memory = [of_none] * len(parts), dict[bool, list[int]]()
     for index, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
         if part.numel() and not piece.is_copy:
-            of_devices.setdefault(part.device, []).append(index)
-    for own in of_devices.values():
-        found = torch._foreach_norm([parts[index] for index in own], order, dtype=dtype)
-        norms[own] = torch.stack([*found]).to(comm.device)
+            in_memory.setdefault(piece.stays, []).append(index)
+    for own in in_memory.values():
+        each = torch._foreach_norm([parts[index] for index in own], order, dtype=dtype)
+        for index, norm in zip(own, each, strict=True):
+            found[index] = norm
+    norms = _stack_on(comm.device, found)
     if abs(order) == inf:
         signed = norms if order > 0 else -norms
         comm.control.max(signed, _NORM)
@@ -199,6 +201,13 @@ def norms_of(
     total = norms.pow(order)
     comm.sum_over_shards(total, _NORM)
     return total.pow(1 / order)
+
+
+def _stack_on(device: torch.device, numbers: Sequence[Tensor]) -> Tensor:
+    """Return scalars, from one device or several, as a vector on ``device``."""
+    if len({number.device for number in numbers}) > 1:
+        numbers = [number.to(device) for number in numbers]
+    return torch.stack([*numbers]).to(device)
 
 
 def _norm_of_each(
