@@ -43,7 +43,6 @@ INNER = {
     "checkpoint.archive",
     "checkpoint.files",
     "checkpoint.safetensors",
-    "checkpoint.writer",
     "comm.watchdog",
     "engine.gradients",
     "engine.schedule",

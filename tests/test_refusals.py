@@ -240,7 +240,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "spawn": (strategy(launcher="spawn", restore_weights=False), V, "restore_weights=False prevents"),
     "accumulate": (strategy(1, accumulate="reduce"), V, r"accumulate='reduce' contradicts stage=1.* Use stage=2"),
     "reshard": (strategy(2, reshard_after_forward=False), V, r"reshard_after_forward=False has no effect.*stage=3"),
-    "no dtype": (strategy(reduce_dtype="half8"), V, r"Expected reduce_dtype to be a torch dtype .* 'half8'"),
+    "no dtype": (strategy(reduce_dtype="half8"), V, r"Expected reduce_dtype to be a floating-point dtype .* 'half8'"),
     "integers": (strategy(reduce_dtype="int8"), V, "Expected reduce_dtype to be a floating-point dtype"),
     "unheard of": (strategy(unheard_of=True), T, "unheard_of"),
     "precision": (lambda: ZeROPrecision("int4"), V, r"Expected a precision among '64-true'.* got 'int4'"),

@@ -194,8 +194,8 @@ class Predictions:
 
     def __init__(self, folder: str, width: int, depth: int, tokens: Sequence[int]) -> None:
         self._path = Path(folder) / "weights.safetensors"
-        shapes = {f"{n}.weight": (torch.float32, (width, width)) for n in range(depth)}
-        write_safetensors(self._path, shapes, lambda _: torch.randn(width, width) / width**0.5)
+        names = (f"{n}.weight" for n in range(depth))
+        write_safetensors(self._path, {n: torch.randn(width, width) / width**0.5 for n in names})
         # Reads and writes have half of the memory each; a half is the size of two units.
         units_bytes = 2 * 4 * width**2
         self._disk = Disk(folder, self._path.stat().st_size, max(2 * units_bytes, 4 * _REQUEST))

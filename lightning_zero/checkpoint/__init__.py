@@ -8,14 +8,12 @@ safetensors     files of that format
 state_dicts     the state dicts of a sharded module and of its optimizers, and loading them
 values          ``ShardedValue``: a sharded tensor in a state dict
 archive         a file: one pickle, the storages it refers to, and where their bytes lie
-writer          writing at offsets of a file, large parts by direct I/O
-files           names and temporary files on a disk
-reading         the record of a checkpoint's origin, and errors that name the file
+files           names, temporary files, writing at offsets, and what the ranks of a host share
 =============== ===================================================================================
 """
 
 from lightning_zero.checkpoint.dcp import Directory, DirectorySave, is_directory
-from lightning_zero.checkpoint.files import existing
+from lightning_zero.checkpoint.files import DamageError, Provenance, existing
 from lightning_zero.checkpoint.load import (
     are_safetensors,
     damage,
@@ -26,7 +24,6 @@ from lightning_zero.checkpoint.load import (
     read_weights,
     rest_of,
 )
-from lightning_zero.checkpoint.reading import DamageError, Provenance
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.save import FileSave, Saver, collected
 from lightning_zero.checkpoint.state_dicts import (

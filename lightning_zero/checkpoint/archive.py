@@ -22,7 +22,6 @@ import io
 import os
 import pickle
 import struct
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,12 +33,7 @@ from zipfile import ZipFile, ZipInfo
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.reading import PROVENANCE
 from lightning_zero.checkpoint.values import ShardedValue
-
-Stored = ShardedValue | torch.UntypedStorage
-Content = bytes | Tensor | ShardedValue
-"""A record's content: bytes, a tensor of bytes ``[n]``, or a value spread over the ranks."""
 
 ROOT = "archive/"
 """The folder in the zip that holds every record; torch takes it from the first record."""
@@ -49,65 +43,6 @@ _SECTOR = 512  # of disks, to which large records are aligned
 _LARGE_BYTES = 2**20
 
 
-@dataclass(frozen=True)
-class Skeleton:
-    """The pickle that ``torch.load`` reads, and the content of the records ``data/0``, ....
-
-    Attributes:
-        names: The name of each sharded storage, the same on every rank, by its number.
-    """
-
-    pickled: bytes
-    storages: tuple[Stored, ...]
-    names: dict[int, str]
-
-    @classmethod
-    def of(cls, value: Any) -> Skeleton:
-        """Take ``value`` apart; the tensors in it stay where they are."""
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        pickler.dump(value)
-        return cls(file.getvalue(), tuple(pickler.storages), pickler.names)
-
-    def sharded_values(self) -> dict[str, ShardedValue]:
-        """Return the sharded values, by name."""
-        found: dict[str, Any] = {name: self.storages[n] for n, name in self.names.items()}
-        return found
-
-    def records(self, provenance: bytes) -> list[tuple[str, Content]]:
-        """Return names and contents of a file's records, those of storages last."""
-        return [
-            ("data.pkl", self.pickled),
-            ("byteorder", sys.byteorder.encode()),
-            ("version", b"3\n"),
-            (PROVENANCE, provenance),
-            *(
-                (f"data/{n}", one if isinstance(one, ShardedValue) else bytes_of(one))
-                for n, one in enumerate(self.storages)
-            ),
-        ]
-
-    def copied_to_host(self) -> Skeleton:
-        """Return the same with host copies of this rank's values, which nothing else changes."""
-        copies: list[Stored] = []
-        for stored in self.storages:
-            if isinstance(stored, ShardedValue):
-                copies.append(stored.with_part(stored.part.to("cpu", copy=True)))
-            else:
-                copies.append(bytes_of(stored).to("cpu", copy=True).untyped_storage())
-        return Skeleton(self.pickled, tuple(copies), self.names)
-
-
-def size_of(content: Content) -> int:
-    """Return the size of a record in bytes."""
-    return content.whole_nbytes if isinstance(content, ShardedValue) else len(content)
-
-
-def bytes_of(value: torch.UntypedStorage) -> Tensor:
-    """Return the bytes ``[n]`` of a storage, sharing its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
-
-
 class _Storage:
     """A stand-in for the storage of a sharded value while it is pickled."""
 
@@ -115,41 +50,57 @@ class _Storage:
         self.value = value
 
 
-class _Pickler(pickle.Pickler):
-    """A pickler like that of ``torch.save`` that collects storages instead of writing them."""
+class Skeleton(pickle.Pickler):
+    """A pickle like that of ``torch.save``, and the content of the records ``data/0``, ....
 
-    def __init__(self, file: io.BytesIO) -> None:
+    Args:
+        value: What to take apart; the tensors in it stay where they are.
+
+    Attributes:
+        names: The name of each sharded storage, the same on every rank, by its number.
+        values: The sharded values, by name.
+        others: The bytes ``[n]`` of the other storages, by number.
+        pickled: What ``torch.load`` unpickles.
+    """
+
+    def __init__(self, value: Any) -> None:
+        file = io.BytesIO()
         super().__init__(file, protocol=2)
-        self.storages: list[Stored] = []
         self.names: dict[int, str] = {}
-        self._numbers: dict[Any, int] = {}
+        self.values: dict[str, ShardedValue] = {}
+        self.others: dict[int, Tensor] = {}
+        self._numbers: dict[int, int] = {}
         self._counts: Counter[str] = Counter()
+        self.dump(value)
+        self.pickled = file.getvalue()
 
     def persistent_id(self, obj: Any) -> tuple[str, Any, str, str, int] | None:
+        """Return the reference to a storage that the pickle has in its place."""
         if type(obj) in _PLAIN:  # most of what a pickle has
             return None
         if isinstance(obj, _Storage):
             value = obj.value
-            number = self._number(id(value), value)
-            if number not in self.names:
+            if (number := self._number(id(value))) not in self.names:
                 # Modules of one checkpoint, or copies of earlier values, may have equal keys.
                 count = self._counts[value.key]
                 self._counts[value.key] += 1
                 self.names[number] = f"{value.key} ({count + 1})" if count else value.key
+                self.values[self.names[number]] = value
             shape, _, dtype = value.facts
             kind = _storage_type(dtype) or torch.UntypedStorage
             size = prod(shape) * (dtype.itemsize if kind is torch.UntypedStorage else 1)
         elif isinstance(obj, torch.storage.TypedStorage):
-            number = self._number(obj._untyped_storage._cdata, obj._untyped_storage)
+            number = self._number_of(obj._untyped_storage)
             kind, size = _storage_type(obj.dtype), obj._size()  # type: ignore[no-untyped-call]
         elif isinstance(obj, torch.UntypedStorage):
-            number, kind, size = self._number(obj._cdata, obj), torch.UntypedStorage, obj.nbytes()
+            number, kind, size = self._number_of(obj), torch.UntypedStorage, obj.nbytes()
         else:
             return None
         # A reader need not have the writers' devices.
         return ("storage", kind, str(number), "cpu", size)
 
     def reducer_override(self, obj: Any) -> Any:
+        """Return how to rebuild a sharded value."""
         if not isinstance(obj, ShardedValue):
             return NotImplemented
         if (value := obj.settled()) is not obj:
@@ -160,11 +111,19 @@ class _Pickler(pickle.Pickler):
             return torch._utils._rebuild_tensor_v3, (*args, dtype)
         return torch._utils._rebuild_tensor_v2, args
 
-    def _number(self, identity: Any, stored: Stored) -> int:
-        if identity not in self._numbers:
-            self._numbers[identity] = len(self.storages)
-            self.storages.append(stored)
-        return self._numbers[identity]
+    def _number(self, identity: int) -> int:
+        return self._numbers.setdefault(identity, len(self._numbers))
+
+    def _number_of(self, storage: torch.UntypedStorage) -> int:
+        number = self._number(storage._cdata)
+        if number not in self.others:
+            self.others[number] = bytes_of(storage)
+        return number
+
+
+def bytes_of(value: torch.UntypedStorage) -> Tensor:
+    """Return the bytes ``[n]`` of a storage, sharing its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value)
 
 
 _PLAIN = {str, int, tuple, dict, float, bool, type(None), OrderedDict, torch.dtype, ShardedValue}

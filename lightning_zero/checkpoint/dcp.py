@@ -1,8 +1,8 @@
 """Directories of torch.distributed.checkpoint, written and read by torch's planners.
 
     name/
-        .metadata           a table: the shape, dtype and boxes of each tensor, and where they lie
-        __0_0.distcp ...    concatenated torch.save archives, each a box of a tensor or an object
+        .metadata           a table: the shape, dtype and chunks of each tensor, and where they lie
+        __0_0.distcp ...    concatenated torch.save archives, each a chunk of a tensor or an object
         meta.pt             everything but tensors, if a Lightning strategy wrote it
         lightning_zero.json who wrote it, if this package did
 
@@ -19,10 +19,8 @@ Weights have a second name, ``model.<name>``, under which ``FSDPStrategy`` and L
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
-import itertools
 import os
 import pathlib
 import pickle
@@ -37,23 +35,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_zero.checkpoint.files import (
+    PROVENANCE,
     REST,
     TABLE,
-    HostFile,
     Kind,
-    host_file,
+    Reading,
     mapped,
     places_of,
 )
-from lightning_zero.checkpoint.reading import PROVENANCE, Provenance, Reading
 from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.values import ShardedValue
-from lightning_zero.comm import Control
 from lightning_zero.tensors import internals, is_wrapper, tensors_in
 
 Keys = tuple[str | int, ...]
@@ -79,35 +76,24 @@ class DirectorySave(Save):
     ``parameters`` are, for each optimizer, its parameters' names in the order of its groups.
     """
 
-    def __init__(
-        self,
-        checkpoint: Mapping[str, Any],
-        path: str,
-        control: Control,
-        provenance: Provenance,
-        *,
-        parameters: Sequence[Sequence[str]] = (),
-    ) -> None:
-        self._parameters = parameters
-        self._entries: dict[str, Any] = {}
-        self._paths: dict[str, Keys] = {}
-        self._aliases: dict[str, str] = {}
-        self._rest = io.BytesIO()
-        super().__init__(checkpoint, path, control, provenance)
+    is_folder = True
 
-    @property
-    @override
-    def values(self) -> dict[str, ShardedValue]:
-        return {k: v for k, v in self._entries.items() if isinstance(v, ShardedValue)}
+    def __init__(self, *args: Any, parameters: Sequence[Sequence[str]] = (), **kwargs: Any) -> None:
+        self._parameters = parameters
+        super().__init__(*args, **kwargs)
 
     @override
     def _take(self, checkpoint: Mapping[str, Any]) -> None:
+        self.values, self.others = {}, {}
+        self._paths: dict[str, Keys] = {}
+        self._aliases: dict[str, str] = {}
         entries, rest = _entries_of(checkpoint, self._parameters)
         first: dict[int, str] = {}
         for path, given in entries.items():
             name = ".".join(map(str, path))
             value = given.settled() if isinstance(given, ShardedValue) else given
-            if not isinstance(value, ShardedValue):
+            kept: dict[str, Any] = self.values if isinstance(value, ShardedValue) else self.others
+            if kept is self.others:
                 if is_wrapper(value):
                     raise ValueError(
                         f"{name!r} is of the class {type(value).__name__}, whose tensors wrap"
@@ -122,7 +108,7 @@ class DirectorySave(Save):
             if isinstance(value, Tensor) and id(value) in first:
                 self._aliases[name] = first[id(value)]
             else:
-                self._entries[name] = value
+                kept[name] = value
                 first[id(value)] = name
             if path[0] == WEIGHTS[0]:
                 # One path for both names, so that programs that read all read a weight once.
@@ -130,18 +116,9 @@ class DirectorySave(Save):
                 self._aliases[also] = self._aliases.get(name, name)
                 self._paths[name] = self._paths[also] = (WEIGHTS[1], *path[1:])
         _require_unsharded(rest)
+        self._rest = io.BytesIO()
         if self.control.rank == 0:
             torch.save(rest, self._rest)
-
-    @override
-    def _copy_to_host(self) -> None:
-        for name, value in self._entries.items():
-            if isinstance(value, ShardedValue):
-                self._entries[name] = value.with_part(value.part.to("cpu", copy=True))
-            else:
-                is_tensor = isinstance(value, Tensor)
-                copied = value.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(value)
-                self._entries[name] = copied
 
     @override
     def _layout(self) -> None:
@@ -159,7 +136,7 @@ class DirectorySave(Save):
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         table: Any = None
         with self.together():
-            planner.set_up_planner(self._entries, writer.storage_meta(), is_first)
+            planner.set_up_planner({**self.others, **self.values}, writer.storage_meta(), is_first)
             writer.set_up_storage_writer(is_first)
             plan = writer.prepare_local_plan(planner.create_local_plan())
         plans = control.gather_objects(plan)
@@ -345,17 +322,17 @@ class Directory:
         keys = {name: self.key(name) for name in names.values() if name in kinds}
         tensors = {key: name for name, key in keys.items()}
         places, nbytes = places_of(kinds[name] for name in tensors.values())
-        with host_file(reading) as file:
+        with reading.host_file(nbytes) as (file, number, count):
             with reading.together():
-                if not file.number:
-                    file.reserve(nbytes)
+                shared = mapped(file, places, is_shared=True)
+                held = sorted(
+                    zip(tensors.values(), shared, strict=True), key=lambda x: -x[1].nbytes
+                )
+                mine: dict[str, Any] = dict(held[number::count])
+                mine.update((name, None) for name in names.values() if name not in kinds)
+                found = self._filled(mine, reading.weights_only)
             with reading.together():
-                objects = [name for name in names.values() if name not in kinds]
-                shared = mapped(file.path, nbytes, places, is_shared=True)
-                held = dict(zip(tensors.values(), shared, strict=True))
-                found = self._fill(file, held, objects, reading.weights_only)
-            with reading.together():
-                whole = mapped(file.path, nbytes, places)
+                whole = mapped(file, places)
         of_key = dict(zip(tensors, whole, strict=True))
         return {
             path: of_key[keys[name]] if name in keys else found[name]
@@ -371,7 +348,7 @@ class Directory:
         return name if place is None else (place.relative_path, place.offset, entry.size)  # type: ignore[union-attr]
 
     def archives(self) -> Iterator[tuple[str, io.BytesIO]]:
-        """Yield a name and the archive of torch.save of each box and object."""
+        """Yield a name and the archive of torch.save of each chunk and object."""
         places = {
             (o.relative_path, o.offset, o.length): i for i, o in self.table.storage_data.items()
         }
@@ -380,17 +357,12 @@ class Directory:
                 file.seek(offset)
                 yield f"{index.fqn}: ", io.BytesIO(file.read(nbytes))
 
-    def _fill(
-        self, file: HostFile, tensors: Mapping[str, Tensor], objects: list[str], weights_only: bool
-    ) -> dict[str, Any]:
-        """Read this rank's share of the tensors, and all objects, which are returned."""
-        by_size = sorted(tensors, key=lambda name: -tensors[name].nbytes)
-        mine: dict[str, Any] = {name: tensors[name] for name in by_size[file.number :: file.count]}
-        mine.update(dict.fromkeys(objects))
+    def _filled(self, entries: dict[str, Any], weights_only: bool) -> dict[str, Any]:
+        """Read entries: tensors in place, and objects, which are given as ``None``."""
         reader = filesystem.FileSystemReader(self.path)
         reader.set_up_storage_reader(self.table, is_coordinator=True)
         planner = _LoadPlanner(weights_only)
-        planner.set_up_planner(mine, self.table, is_coordinator=True)
+        planner.set_up_planner(entries, self.table, is_coordinator=True)
         (plan,) = planner.create_global_plan([planner.create_local_plan()])
         reader.read_data(planner.finish_plan(plan), planner).wait()
         return planner.state_dict
@@ -409,36 +381,38 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = found
 
 
-def weights_of(directory: Directory, reading: Reading) -> dict[str, Any]:
-    """Return the weights in a directory by name; raise if there are none. A collective."""
-    root = directory.weights_root
-    entries = directory.read(reading, lambda path: path[: len(root)] == root)
-    return _nested(entries, root)  # type: ignore[no-any-return]
-
-
-def checkpoint_of(directory: Directory, rest: Any, reading: Reading) -> dict[str, Any]:
+def checkpoint_of(
+    directory: Directory, rest: Any, reading: Reading, *, only_weights: bool
+) -> dict[str, Any]:
     """Return a Trainer's checkpoint as a plain file would hold it; a collective.
 
     But optimizer states have the names of parameters as ids, if the directory has them.
     """
-    checkpoint = dict(rest) if isinstance(rest, dict) else {}
     root = directory.weights_root
-    entries = directory.read(
-        reading, lambda path: path[0] not in WEIGHTS or path[: len(root)] == root
-    )
-    checkpoint["state_dict"] = _nested(entries, root)
-    roots = dict.fromkeys(str(path[0]) for path in entries if len(path) > 1)
-    numbered = {root: int(match[1] or 0) for root in roots if (match := _OPTIMIZER.fullmatch(root))}
-    states = [
-        _optimizer_state(directory, root, _nested(entries, (root,)))
-        for root in sorted(numbered, key=numbered.__getitem__)
-    ]
+
+    def is_wanted(path: Keys) -> bool:
+        return path[: len(root)] == root if only_weights or path[0] in WEIGHTS else True
+
+    entries = directory.read(reading, is_wanted)
+    weights = _nested(entries, root)
+    if only_weights:
+        return {"state_dict": weights}
+    checkpoint = {**(rest if isinstance(rest, dict) else {}), "state_dict": weights}
+    others = {
+        path: value
+        for path, value in entries.items()
+        if path[0] not in WEIGHTS and (root or len(path) > 1)
+    }
+    states = {}
+    for name, held in _nested(others, ()).items():
+        match = _OPTIMIZER.fullmatch(name) if isinstance(held, dict) else None
+        if match is None:
+            checkpoint[name] = held
+        else:
+            states[int(match[1] or 0)] = _optimizer_state(directory, name, held)
     # Lightning saves both or none; a module without optimizers has an empty list.
     if states or "lr_schedulers" in checkpoint:
-        checkpoint["optimizer_states"] = states
-    for path, value in entries.items():
-        if (len(path) > 1 or root) and path[0] not in WEIGHTS and path[0] not in numbered:
-            _put(checkpoint, path, value)
+        checkpoint["optimizer_states"] = [states[number] for number in sorted(states)]
     return checkpoint
 
 
@@ -458,31 +432,10 @@ def _optimizer_state(directory: Directory, root: str, state: Any) -> dict[str, A
     return {**state, "state": {ids.get(name, name): held for name, held in by_name.items()}}
 
 
-def _nested(entries: Mapping[Keys, Any], root: Keys) -> Any:
+def _nested(entries: Mapping[Keys, Any], root: Keys) -> dict[str, Any]:
     """Return what is under ``root``, as nested dictionaries and lists."""
-    nested: dict[str, Any] = {}
-    for path, value in entries.items():
-        if path[: len(root)] == root and len(path) > len(root):
-            _put(nested, path[len(root) :], value)
-    return nested
-
-
-def _put(container: Any, path: Keys, value: Any) -> None:
-    for step, following in itertools.pairwise(path):
-        container = _child(container, step, [] if isinstance(following, int) else {})
-    if isinstance(container, list):
-        _child(container, path[-1], None)
-    container[path[-1]] = value
-
-
-def _child(container: Any, step: Any, empty: Any) -> Any:
-    if isinstance(container, list):
-        container.extend(None for _ in range(step + 1 - len(container)))
-        if container[step] is None:
-            container[step] = empty
-    elif step not in container:
-        container[step] = empty
-    return container[step]
+    found: Any = {p[len(root) :]: v for p, v in entries.items() if p[: len(root)] == root != p}
+    return unflatten_state_dict(found, {path: path for path in found})
 
 
 class _Table(pickle.Unpickler):
@@ -492,13 +445,17 @@ class _Table(pickle.Unpickler):
         super().__init__(io.BytesIO(content))
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OF_A_TABLE:
-            return _OF_A_TABLE[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if module.partition(".")[0] == "pathlib":  # the path it was saved to, on any system
-            return pathlib.PurePosixPath
-        raise ValueError(f"its table holds an object of {module}.{name}")
+        found = _OF_A_TABLE.get((module, name))
+        if module == metadata.__name__:
+            found = vars(metadata).get(name)
+            found = found if isinstance(found, type) and found.__module__ == module else None
+        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        elif module.partition(".")[0] == "pathlib":  # the path it was saved to, on any system
+            found = pathlib.PurePosixPath
+        if found is None:
+            raise ValueError(f"its table holds an object of {module}.{name}")
+        return found
 
 
 _OF_A_TABLE: dict[tuple[str, str], Any] = {
@@ -506,13 +463,5 @@ _OF_A_TABLE: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # Private, but every table has it, so no reader can do without it.
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    **{
-        ("torch.distributed.checkpoint.metadata", name): getattr(metadata, name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
-            *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
 }

@@ -1,4 +1,4 @@
-"""Temporary files and folders: of a save in progress, and one that the ranks of a host share.
+"""Files of a save in progress, files that the ranks of a host read together, and their names.
 
 If a process dies while it saves, what had the final name stays whole. The temporary name says which
 process of which host writes; the next save of that host removes what a dead process left behind.
@@ -7,7 +7,11 @@ process of which host writes; the next save of that host removes what a dead pro
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
+import json
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -15,7 +19,7 @@ import socket
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +28,8 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_zero.checkpoint.reading import Reading
-from lightning_zero.tensors import mapped_storage
+from lightning_zero.comm import Control, agreed
+from lightning_zero.tensors import PAGE, StagingMemory, mapped_storage
 
 TABLE = ".metadata"
 """The file that makes a folder a directory of torch.distributed.checkpoint."""
@@ -33,44 +37,54 @@ TABLE = ".metadata"
 REST = "meta.pt"
 """The file of a directory with everything but tensors, named as by Lightning's strategies."""
 
+PROVENANCE = "lightning_zero.json"
+"""The record, or in a directory the file, that says who wrote a checkpoint."""
+
+FORMAT = 1
+"""Number of the format; it grows when older readers would not understand a new one."""
+
 _TEMPORARY = re.compile(r"\..+\.(?P<host>[0-9a-f]{8})-(?P<process>\d+)-[0-9a-f]{8}\.saving")
-_OWN = re.compile(r"\.metadata|__\d+_\d+\.distcp|meta\.pt|lightning_zero\.json")
+_OWN = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|meta\.pt|lightning_zero\.json")
 """The files of a directory that a save writes."""
 
 
-class Temporary:
-    """A file or folder that is written under a temporary name and renamed once it is complete.
+@dataclass(frozen=True)
+class Provenance:
+    """The origin of a checkpoint; stage 0 stands for a conversion."""
 
-    Args:
-        target: The final name.
-        nbytes: The size of the file; ``None`` for a folder.
+    stage: int
+    world_size: int
+    precision: str
+    format: int = FORMAT
+
+    def encoded(self) -> bytes:
+        """Return the content of the record."""
+        return json.dumps(asdict(self)).encode()
+
+
+# -- temporary and final names ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def temporary(target: Path, *, is_folder: bool = False) -> Iterator[Path]:
+    """Enter a context with a new file or folder beside ``target``.
+
+    It is removed at the end unless :func:`put_in_place` has kept it.
     """
-
-    def __init__(self, target: Path, nbytes: int | None) -> None:
-        self.target = target
-        _check_target(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target.parent)
-        writer = f"{this_host()}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.path = target.parent / f".{target.name}.{writer}.saving"
-        if nbytes is None:
-            self.path.mkdir()
-            return
-        with self.path.open("xb") as file:
-            try:
-                file.truncate(nbytes)
-            except OSError:
-                self.close()
-                raise
-
-    def keep(self) -> None:
-        """Give it its final name; the content is synced already."""
-        put_in_place(self.path, self.target)
-
-    def close(self) -> None:
-        """Remove it unless it was kept."""
-        if os.path.lexists(self.path):
-            _remove_all(self.path)
+    _check_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target.parent)
+    writer = f"{this_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    path = target.with_name(f".{target.name}.{writer}.saving")
+    if is_folder:
+        path.mkdir()
+    else:
+        path.touch(exist_ok=False)
+    try:
+        yield path
+    finally:
+        if os.path.lexists(path):
+            _remove_own(path)
 
 
 def this_host() -> str:
@@ -92,17 +106,9 @@ def _remove_leftovers(folder: Path) -> None:
             os.kill(int(match["process"]), 0)
         except ProcessLookupError:
             with contextlib.suppress(OSError):
-                _remove_all(path)
+                _remove_own(path)
         except PermissionError:  # it lives
             pass
-
-
-def _remove_all(path: Path) -> None:
-    """Remove a file, a link, or a folder with its content."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
 
 
 def _check_target(target: Path) -> None:
@@ -111,28 +117,30 @@ def _check_target(target: Path) -> None:
         raise FileExistsError(f"{str(target)!r} is a device or a pipe; save under another name")
     if target.is_dir() and not target.is_symlink():
         held = sorted(os.listdir(target))
-        foreign = next((name for name in held if not _OWN.fullmatch(name)), None)
-        if held and TABLE not in held:
-            foreign = held[0]
-        if foreign is not None:
+        foreign = [name for name in held if TABLE not in held or not _OWN.fullmatch(name)]
+        if foreign:
             raise IsADirectoryError(
                 f"{str(target)!r} is a folder that holds something other than a checkpoint"
-                f" ({foreign!r}); save under another name"
+                f" ({foreign[0]!r}); save under another name"
             )
 
 
-def put_in_place(temporary: Path, target: Path) -> None:
-    """Give a file or folder its final name, and remove the checkpoint that had it before."""
+def put_in_place(path: Path, target: Path) -> None:
+    """Give a synced file or folder its final name, and remove the checkpoint that had it before."""
     _check_target(target)
     is_folder = target.is_dir() and not target.is_symlink()
-    if os.path.lexists(target) and (is_folder or temporary.is_dir()):
+    if os.path.lexists(target) and (is_folder or path.is_dir()):
         # If this process dies in between, ``ckpt_path="last"`` and loading find this name.
         name = f"{target.stem}.aside-{secrets.token_hex(4)}{target.suffix}"
         os.rename(target, target.with_name(name))
-    os.replace(temporary, target)
+    os.replace(path, target)
     for aside in _aside(target):
         _remove_own(aside)
-    _sync_folder(target.parent)
+    descriptor = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _aside(target: Path) -> list[Path]:
@@ -145,14 +153,6 @@ def _aside(target: Path) -> list[Path]:
 def existing(path: Path) -> Path:
     """Return ``path``, or the name to which a save that died while replacing it has moved it."""
     return path if os.path.lexists(path) else next(iter(_aside(path)), path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def local_path(path: str) -> Path | None:
@@ -184,7 +184,61 @@ def _remove_own(path: Path) -> None:
         path.rmdir()
 
 
-# -- a file of a host's ranks ----------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
+
+BUFFER_BYTES = 8 * 2**20
+_LARGE = 2**18
+
+
+class Writer(contextlib.AbstractContextManager["Writer"]):
+    """A writer of this process's parts of an existing file, in which others may write elsewhere.
+
+    The time to write a new file is spent in the page cache: on a fresh page and a copy for every
+    4 KiB, under one lock for all processes that write to the file. A checkpoint is rarely read
+    again soon. So the whole pages of large parts go straight to the disk (``O_DIRECT``).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError, AttributeError):  # not on every file system and system
+            self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT)
+        self._buffer = StagingMemory(BUFFER_BYTES)
+
+    def __exit__(self, *error: object) -> None:
+        for file in {self._file, self._direct}:
+            os.close(file)
+
+    def write(self, place: int, content: Tensor) -> int:
+        """Write bytes ``[n]``, from any device, at offset ``place``; return their CRC-32."""
+        stop, checksum = place + len(content), 0
+        pages = -(-place // PAGE) * PAGE, stop // PAGE * PAGE if len(content) >= _LARGE else 0
+        edges = sorted({place, *range(*pages, BUFFER_BYTES), max(place, pages[1]), stop})
+        for start, end in itertools.pairwise(edges):
+            chunk = self._buffer.part(0, end - start)
+            self._buffer.tensor[: end - start].copy_(content[start - place : end - place])
+            checksum = zlib.crc32(chunk, checksum)
+            self._write(start, chunk)
+        return checksum
+
+    def sync(self) -> None:
+        """Wait until everything written is on the disk."""
+        os.fsync(self._file)
+
+    def _write(self, place: int, chunk: memoryview) -> None:
+        is_direct = place % PAGE == len(chunk) % PAGE == 0
+        while chunk:
+            written = 0
+            try:
+                written = os.pwrite(self._direct if is_direct else self._file, chunk, place)
+            except OSError as error:
+                # The disk has larger blocks, or direct I/O fails after all.
+                if not is_direct or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                    raise
+            # The rest of a short write goes through the cache, which raises the reason.
+            chunk, place, is_direct = chunk[written:], place + written, False
+
+
+# -- reading together ------------------------------------------------------------------------------
 
 _ALIGNMENT = 64
 
@@ -193,30 +247,6 @@ Kind = tuple[torch.dtype, tuple[int, ...]]
 
 Place = tuple[torch.dtype, tuple[int, ...], int, int]
 """A tensor's dtype and shape, and its first byte and the one after its last in a file."""
-
-
-@dataclass
-class HostFile:
-    """A temporary file of a host's ranks, of which this is number ``number`` of ``count``."""
-
-    path: Path
-    number: int
-    count: int
-
-    def reserve(self, nbytes: int) -> None:
-        """Give the file its size, with room on the disk; called by one rank."""
-        with self.path.open("r+b") as file:
-            file.truncate(nbytes)
-            if hasattr(os, "posix_fallocate") and nbytes:
-                # Without room, a write to the mapped file would end the process.
-                try:
-                    os.posix_fallocate(file.fileno(), 0, nbytes)
-                except OSError as error:
-                    raise OSError(
-                        error.errno,
-                        f"{error.strerror} for {nbytes:,} bytes in {str(self.path)!r}."
-                        " Set the environment variable TMPDIR to a folder that has it",
-                    ) from error
 
 
 def places_of(kinds: Iterable[Kind]) -> tuple[list[Place], int]:
@@ -230,14 +260,12 @@ def places_of(kinds: Iterable[Kind]) -> tuple[list[Place], int]:
     return places, position
 
 
-def mapped(
-    path: Path, nbytes: int, places: list[Place], *, is_shared: bool = False
-) -> list[Tensor]:
-    """Return tensors in a file of ``nbytes``, mapped to memory, each with its own storage.
+def mapped(path: Path, places: list[Place], *, is_shared: bool = False) -> list[Tensor]:
+    """Return tensors in a file, mapped to memory, each with its own storage.
 
     Changes reach the file and the other ranks if ``is_shared``, and only this process if not.
     """
-    if not nbytes:
+    if not (nbytes := path.stat().st_size):
         return [torch.empty(shape, dtype=dtype, device="cpu") for dtype, shape, _, _ in places]
     found = []
     whole = (
@@ -254,22 +282,120 @@ def mapped(
     return found
 
 
-@contextlib.contextmanager
-def host_file(reading: Reading) -> Iterator[HostFile]:
-    """Enter a context with a file that the ranks of this host share; a collective.
+class LaterFormat(ValueError):
+    """A checkpoint has a format that only later versions of this package can read."""
 
-    The file is unlinked at the end; mappings stay valid.
-    """
-    control, own = reading.control, None
-    hosts = control.gather_objects(this_host())
-    ranks = [rank for rank, host in enumerate(hosts) if host == hosts[control.rank]]
-    with reading.together():
-        if control.rank == ranks[0]:
-            descriptor, own = tempfile.mkstemp(prefix="checkpoint-")
-            os.close(descriptor)
-    path: str = control.gather_objects(own)[ranks[0]]
+
+class DamageError(ValueError):
+    """A record of a file does not match its checksum."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A checkpoint that all ranks read together."""
+
+    path: str
+    control: Control
+    weights_only: bool
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Enter a context that all ranks leave with an error, which names the file, if any does."""
+        with agreed(self.control, f"Loading {self.path!r}"), naming(self.path):
+            yield
+
+    def compare(self, mine: str) -> None:
+        """Raise a ``ValueError`` on all ranks unless all describe what they read alike."""
+        found: dict[str, list[str]] = {}
+        for rank, (its_path, its) in enumerate(self.control.gather_objects((self.path, mine))):
+            found.setdefault(its, []).append(f"rank {rank} ({its_path!r})")
+        if len(found) > 1:
+            several = "; ".join(f"{', '.join(ranks)}: {its}" for its, ranks in found.items())
+            raise ValueError(
+                f"Loading {self.path!r} failed: the ranks see different checkpoints. {several}."
+                " Copy one of them to every host, or load from a disk that all ranks share."
+            )
+
+    @contextlib.contextmanager
+    def host_file(self, nbytes: int = 0) -> Iterator[tuple[Path, int, int]]:
+        """Enter a context with a temporary file that the ranks of this host share; a collective.
+
+        Yields its path, this rank's number among them, and how many they are. The file is unlinked
+        at the end; mappings stay valid.
+        """
+        hosts, own = self.control.gather_objects(this_host()), None
+        ranks = [rank for rank, host in enumerate(hosts) if host == hosts[self.control.rank]]
+        with contextlib.ExitStack() as stack:
+            with self.together():
+                if self.control.rank == ranks[0]:
+                    file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="checkpoint-"))
+                    own = file.name
+                    _reserve(own, nbytes)
+            path = self.control.gather_objects(own)[ranks[0]]
+            yield Path(path), ranks.index(self.control.rank), len(ranks)
+
+    @contextlib.contextmanager
+    def at_hand(self) -> Iterator[Path]:
+        """Enter a context with a local path; a URL is downloaded once per host. A collective."""
+        if (local := local_path(self.path)) is not None:
+            yield existing(local)
+            return
+        with self.host_file() as (path, number, _):
+            with self.together():
+                if not number:
+                    _download(self.path, path)
+            yield path
+
+
+def _reserve(path: str, nbytes: int) -> None:
+    """Give a file its size and room on the disk: a write to memory without would be fatal."""
+    with open(path, "r+b") as file:
+        file.truncate(nbytes)
+        if hasattr(os, "posix_fallocate") and nbytes:
+            try:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"{error.strerror} for {nbytes:,} bytes in {path!r}. Set the environment"
+                    " variable TMPDIR to a folder that has it",
+                ) from error
+
+
+def _download(path: str, target: Path) -> None:
+    file_system, local = fsspec.core.url_to_fs(path)
+    if file_system.exists(f"{local}/{TABLE}"):
+        raise ValueError(f"{path!r} is a directory. Copy it to a local disk to load it")
+    if not file_system.exists(local):
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    with file_system.open(local, "rb") as source, target.open("wb") as copy:
+        shutil.copyfileobj(source, copy, 2**24)
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Enter a context in which any error that damage can cause becomes one that names the file."""
     try:
-        yield HostFile(Path(path), ranks.index(control.rank), len(ranks))
-    finally:
-        if own is not None:
-            os.unlink(own)
+        yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(_refusal(path, error)) from error
+    except (FileNotFoundError, PermissionError, MemoryError, LaterFormat, DamageError):
+        raise
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        if repr(path) in reason:
+            raise
+        raise ValueError(f"{path!r} is damaged or not a checkpoint: {reason}") from error
+
+
+def _refusal(path: str, error: Exception) -> str:
+    reason = str(error)
+    if "GLOBAL" in reason or "weights_only" in reason.lower():
+        kind = reason.split("Unsupported global: ")[-1] if "Unsupported global" in reason else ""
+        what = kind.split(" was not")[0].strip() if kind else "objects of other classes"
+        return (
+            f"{path!r} holds more than tensors and plain values: {what}. If you trust its"
+            " source, pass weights_only=False (--trust to `lightning-zero convert`), or allow the"
+            " class with torch.serialization.add_safe_globals"
+        )
+    return f"{path!r} is damaged or not a checkpoint: {reason.splitlines()[0]}"

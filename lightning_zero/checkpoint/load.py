@@ -7,28 +7,26 @@ the checksums of the file's records, each rank a share of them, and agree on the
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import shutil
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.dcp import Directory, checkpoint_of, is_directory, weights_of
-from lightning_zero.checkpoint.files import REST, TABLE, existing, host_file, local_path
-from lightning_zero.checkpoint.reading import (
+from lightning_zero.checkpoint.dcp import Directory, checkpoint_of, is_directory
+from lightning_zero.checkpoint.files import (
+    FORMAT,
     PROVENANCE,
+    REST,
     DamageError,
+    LaterFormat,
     Reading,
-    check_version,
     naming,
 )
 from lightning_zero.checkpoint.safetensors import read_safetensors
@@ -47,8 +45,18 @@ _INDEX_BYTES = 2**16  # hashed to identify a file that is not a zip archive
 
 
 @uncollected()
-def load(path: str, control: Control, *, weights_only: bool = True) -> Any:
+def load(
+    path: str, control: Control, *, weights_only: bool = True, only_weights: bool = False
+) -> Any:
     """Return a checkpoint's content; all ranks call it together.
+
+    Of safetensors, that is a dictionary with the tensors under ``"state_dict"``.
+
+    Args:
+        path: A path or URL.
+        control: All ranks that read it.
+        weights_only: As for ``torch.load``: refuse other objects than tensors and plain values.
+        only_weights: Read nothing else, where that can be left out.
 
     Raises:
         FileNotFoundError: On all ranks, if any rank cannot see the file.
@@ -56,15 +64,21 @@ def load(path: str, control: Control, *, weights_only: bool = True) -> Any:
             ranks, or holds more than tensors and plain values though ``weights_only``.
     """
     reading = Reading(path, control, weights_only)
-    with _at_hand(reading) as place:
+    with reading.at_hand() as place:
         if is_directory(place):
-            directory, rest = _open_directory(reading, place)
-            value, identity = checkpoint_of(directory, rest, reading), directory.identity
+            with reading.together():
+                directory, rest = _open_directory(place, weights_only=weights_only)
+            value: Any = checkpoint_of(directory, rest, reading, only_weights=only_weights)
+            identity = directory.identity
         else:
             with reading.together():
-                share = control.rank, control.world_size
-                value = _read(place, path, share, weights_only=weights_only)
-                identity = _identity(place)
+                if are_safetensors(place) and place.exists():
+                    value = {"state_dict": read_safetensors(place)}
+                else:
+                    share = control.rank, control.world_size
+                    value = _read(place, path, share, weights_only=weights_only)
+                files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+                identity = ", ".join(map(_identity, files))
     held = value if isinstance(value, dict) else {}
     reading.compare(f"epoch {held.get('epoch')}, step {held.get('global_step')}, {identity}")
     return value
@@ -72,22 +86,7 @@ def load(path: str, control: Control, *, weights_only: bool = True) -> Any:
 
 def read_weights(path: str, control: Control, *, weights_only: bool = True) -> dict[str, Any]:
     """Return the weights in a file or folder by name; all ranks call it together."""
-    place, reading = local_path(path), Reading(path, control, weights_only)
-    if place is not None and are_safetensors(place):
-        with reading.together():
-            if not place.exists():
-                raise FileNotFoundError(f"File not found: {path!r}")
-            tensors = read_safetensors(place)
-            files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
-            identity = ", ".join(map(_identity, files))
-        reading.compare(identity)
-        return tensors
-    if place is not None and is_directory(place):
-        directory, _ = _open_directory(reading, place)
-        found = weights_of(directory, reading)
-        reading.compare(directory.identity)
-        return found
-    value = load(path, control, weights_only=weights_only)
+    value = load(path, control, weights_only=weights_only, only_weights=True)
     weights = value.get("state_dict", value) if isinstance(value, dict) else None
     if not isinstance(weights, dict) or not any(
         isinstance(value, Tensor) for value in weights.values()
@@ -154,36 +153,12 @@ def are_safetensors(place: Path) -> bool:
     return place.suffix == ".safetensors" or (place.is_dir() and any(place.glob("*.safetensors")))
 
 
-@contextlib.contextmanager
-def _at_hand(reading: Reading) -> Iterator[Path]:
-    """Enter a context with a local path; a URL is downloaded once per host. A collective."""
-    if (local := local_path(reading.path)) is not None:
-        yield existing(local)
-        return
-    with host_file(reading) as file:
-        with reading.together():
-            if not file.number:
-                _download(reading.path, file.path)
-        yield file.path
-
-
-def _download(path: str, target: Path) -> None:
-    file_system, local = fsspec.core.url_to_fs(path)
-    if file_system.exists(f"{local}/{TABLE}"):
-        raise ValueError(f"{path!r} is a directory. Copy it to a local disk to load it")
-    if not file_system.exists(local):
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    with file_system.open(local, "rb") as source, target.open("wb") as copy:
-        shutil.copyfileobj(source, copy, 2**24)
-
-
-def _open_directory(reading: Reading, place: Path) -> tuple[Directory, Any]:
-    """Return a directory and what it holds besides tensors; a collective."""
-    with reading.together():
-        check_version(place, provenance(place))
-        if (place / PROVENANCE).is_file() and not (place / REST).is_file():
-            raise FileNotFoundError(f"the file {REST!r} of {str(place)!r} is missing")
-        return Directory.open(place), rest_of(place, weights_only=reading.weights_only)
+def _open_directory(place: Path, *, weights_only: bool) -> tuple[Directory, Any]:
+    """Return a directory, and what it holds besides tensors."""
+    provenance(place)
+    if (place / PROVENANCE).is_file() and not (place / REST).is_file():
+        raise FileNotFoundError(f"the file {REST!r} of {str(place)!r} is missing")
+    return Directory.open(place), rest_of(place, weights_only=weights_only)
 
 
 def rest_of(place: Path, *, weights_only: bool = True) -> Any:
@@ -215,7 +190,7 @@ def _read(place: Path, path: str, share: Share = (0, 1), *, weights_only: bool) 
     if not place.is_file():
         raise ValueError(f"{path!r} is a device or a pipe; expected a file")
     if zipfile.is_zipfile(place):
-        check_version(place, provenance(place))
+        provenance(place)
         with zipfile.ZipFile(place) as archive:
             # Before unpickling: a damaged pickle may ask for any class.
             for name, reason in _damaged_records(archive, share):
@@ -300,7 +275,11 @@ def _has_checksums(archive: zipfile.ZipFile) -> bool:
 
 
 def provenance(place: Path) -> dict[str, Any] | None:
-    """Return the record of a file's or directory's origin, if this package wrote it."""
+    """Return the record of a file's or directory's origin, if this package wrote it.
+
+    Raises:
+        LaterFormat: A later version did.
+    """
     content = None
     if place.is_dir():
         content = file.read_bytes() if (file := place / PROVENANCE).is_file() else None
@@ -309,7 +288,14 @@ def provenance(place: Path) -> dict[str, Any] | None:
             names = [name for name in archive.namelist() if name.endswith(f"/{PROVENANCE}")]
             content = archive.read(names[0]) if names else None
     record = None if content is None else json.loads(content)
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    if int(record.get("format", 0)) > FORMAT:
+        raise LaterFormat(
+            f"{str(place)!r} has format {record['format']} of a later lightning-zero, but this"
+            f" version reads only formats up to {FORMAT}. Update the package"
+        )
+    return record
 
 
 def _begin_of(place: Path, nbytes: int) -> bytes:

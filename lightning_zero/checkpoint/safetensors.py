@@ -6,12 +6,11 @@ data_offsets}}``, and the data. It is simple enough to need no package.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.files import Place, Temporary, mapped
+from lightning_zero.checkpoint.files import Place, mapped, put_in_place, temporary
+from lightning_zero.checkpoint.values import ShardedValue
 
 INDEX = "model.safetensors.index.json"
 """The file that says which file of a folder holds which tensor, as Hugging Face has it."""
@@ -48,9 +48,6 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _MOST_HEADER_BYTES = 100_000_000
-
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""Dtype and shape of every tensor, by name."""
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -97,7 +94,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         header.pop("__metadata__", None)
         nbytes = path.stat().st_size
         places = [_place(name, entry, start, nbytes) for name, entry in header.items()]
-        return dict(zip(header, mapped(path, nbytes, places), strict=True))
+        return dict(zip(header, mapped(path, places), strict=True))
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise ValueError(f"{str(path)!r} is damaged or not a safetensors file: {error}") from error
 
@@ -129,79 +126,64 @@ def _place(name: str, entry: Mapping[str, Any], first: int, nbytes: int) -> Plac
 
 
 def write_safetensors(
-    path: Path, shapes: Shapes, read: Callable[[str], Tensor], *, max_bytes: int | None = None
+    path: Path, tensors: Mapping[str, Tensor], *, max_bytes: int | None = None
 ) -> list[Path]:
-    """Write tensors one by one, to one file or to a folder of files of at most ``max_bytes``.
+    """Write tensors to one file, or to a folder of files of at most ``max_bytes``.
 
-    ``read`` is called for each tensor in its turn. A tensor larger than that gets its own file.
+    A tensor larger than that gets its own file.
     """
-    for name, (dtype, _) in shapes.items():
-        if dtype not in _NAMES:
-            raise ValueError(f"safetensors files cannot hold {name!r} of dtype {dtype}.")
-    groups = list(_groups(shapes, max_bytes))
+    for name, value in tensors.items():
+        if value.dtype not in _NAMES:
+            raise ValueError(f"safetensors files cannot hold {name!r} of dtype {value.dtype}.")
     if max_bytes is None:
-        _write_file(path, groups[0] if groups else [], shapes, read)
+        _write_file(path, tensors)
         return [path]
+    groups: list[dict[str, Tensor]] = []
+    room = 0
+    for name, value in tensors.items():
+        if not groups or value.nbytes > room:
+            groups.append({})
+            room = max_bytes
+        groups[-1][name] = value
+        room -= value.nbytes
     path.mkdir(parents=True, exist_ok=True)
-    files, places = [], {}
-    for number, names in enumerate(groups, 1):
-        file = path / (
-            f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else SINGLE
-        )
-        _write_file(file, names, shapes, read)
-        files.append(file)
-        places.update(dict.fromkeys(names, file.name))
+    count = len(groups)
+    names = [f"model-{n:05}-of-{count:05}.safetensors" for n in range(1, count + 1)]
+    files = [path / name for name in (names if count > 1 else [SINGLE][:count])]
+    for file, group in zip(files, groups, strict=True):
+        _write_file(file, group)
     # Of an earlier model, the index would be read first, and its files be taken for this one's.
     for old in [*path.glob("model*.safetensors"), path / INDEX]:
         if old not in files and (old.name in (SINGLE, INDEX) or _SHARD.fullmatch(old.name)):
             old.unlink(missing_ok=True)
-    if len(groups) > 1:
-        total = sum(_nbytes(*shapes[name]) for name in shapes)
+    if count > 1:
+        total = sum(value.nbytes for value in tensors.values())
+        places = {n: file.name for file, group in zip(files, groups, strict=True) for n in group}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return files
 
 
-def _groups(shapes: Shapes, max_bytes: int | None) -> Iterator[list[str]]:
-    names: list[str] = []
-    total = 0
-    for name, (dtype, shape) in shapes.items():
-        nbytes = _nbytes(dtype, shape)
-        if names and max_bytes is not None and total + nbytes > max_bytes:
-            yield names
-            names, total = [], 0
-        names.append(name)
-        total += nbytes
-    if names:
-        yield names
-
-
-def _nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    return prod(shape) * dtype.itemsize
-
-
-def _write_file(
-    path: Path, names: list[str], shapes: Shapes, read: Callable[[str], Tensor]
-) -> None:
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name in names:
-        dtype, shape = shapes[name]
-        stop = position + _nbytes(dtype, shape)
-        header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(shape),
-            "data_offsets": [position, stop],
-        }
-        position = stop
+    stop = 0
+    for name, value in tensors.items():
+        start, stop = stop, stop + value.nbytes
+        shape = list(value.shape)
+        header[name] = {"dtype": _NAMES[value.dtype], "shape": shape, "data_offsets": [start, stop]}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    head = struct.pack("<Q", len(encoded)) + encoded
-    with contextlib.closing(Temporary(path, len(head) + position)) as temporary:
-        with temporary.path.open("r+b") as file:
-            file.write(head)
-            for name in names:
-                file.write(read(name).detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    with temporary(path) as place:
+        with place.open("r+b") as file:
+            file.write(struct.pack("<Q", len(encoded)) + encoded)
+            for value in tensors.values():
+                file.write(_bytes_of(value).numpy().data)
             file.flush()
             os.fsync(file.fileno())
-        temporary.keep()
+        put_in_place(place, path)
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    if isinstance(value, ShardedValue):  # which is cast as it is written
+        return value.part_bytes
+    return value.detach().contiguous().view(-1).view(torch.uint8)

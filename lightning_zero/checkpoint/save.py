@@ -13,30 +13,38 @@ Nothing is gathered, and a rank copies no more than a buffer at a time.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import itertools
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.checkpoint.archive import Archive, Skeleton, bytes_of, joined_checksum, size_of
-from lightning_zero.checkpoint.files import Temporary, local_path, remove
-from lightning_zero.checkpoint.reading import Provenance
+from lightning_zero.checkpoint.archive import Archive, Skeleton, bytes_of, joined_checksum
+from lightning_zero.checkpoint.files import (
+    PROVENANCE,
+    Provenance,
+    Writer,
+    local_path,
+    put_in_place,
+    remove,
+    temporary,
+)
 from lightning_zero.checkpoint.values import ShardedValue
-from lightning_zero.checkpoint.writer import Writer
 from lightning_zero.comm import Control, Outcome, agreed
 from lightning_zero.tensors import runs_outside, uncollected
 
@@ -46,25 +54,23 @@ log = logging.getLogger(__name__)
 class Save(ABC):
     """One save of one checkpoint; all ranks construct and :meth:`run` it together.
 
-    Sharded values are taken from every rank, the rest of ``checkpoint`` from rank 0. ``on_written``
-    is called with the number of bytes that this rank has written since the last call.
+    Sharded values are taken from every rank, the rest of ``checkpoint`` from rank 0.
+
+    Attributes:
+        values: The sharded values of this rank's checkpoint, by name.
+        others: On rank 0, the unsharded tensors and other objects that the format stores.
     """
 
-    _nbytes: int | None = None
-    """On rank 0, the size of the file; ``None`` for a folder."""
+    is_folder: ClassVar[bool]
+    values: dict[str, ShardedValue]
+    others: dict[Any, Any]
 
     def __init__(
-        self,
-        checkpoint: Any,
-        path: str,
-        control: Control,
-        provenance: Provenance,
-        on_written: Callable[[int], object] = lambda nbytes: None,
+        self, checkpoint: Any, path: str, control: Control, provenance: Provenance
     ) -> None:
         self.path = path
         self.control = control
         self.provenance = provenance
-        self.on_written = on_written
         with self.together():
             self._take(checkpoint)
 
@@ -73,32 +79,32 @@ class Save(ABC):
         return agreed(self.control, f"Saving {self.path!r}")
 
     def detach(self, control: Control) -> None:
-        """Copy this rank's values to host memory, so that :meth:`run` may run in another thread."""
-        self._copy_to_host()
+        """Copy what this rank saves to host memory, so that another thread may :meth:`run`."""
+        for name, value in self.values.items():
+            self.values[name] = value.with_part(value.part.to("cpu", copy=True))
+        for key, other in self.others.items():
+            is_tensor = isinstance(other, Tensor)
+            copied = other.detach().to("cpu", copy=True) if is_tensor else copy.deepcopy(other)
+            self.others[key] = copied
         self.control = control
 
     def run(self) -> None:
         """Write the checkpoint; if any rank fails, all raise, and an earlier one is unchanged."""
-        layout = self._agreed_layout()
-        target, temporary = local_path(self.path), None
-        try:
+        layout, target = self._agreed_layout(), local_path(self.path)
+        with contextlib.ExitStack() as stack:
+            path: Path | None = None
             with self.together():
                 if self.control.rank == 0:
                     here = target or Path(tempfile.gettempdir(), "lightning_zero-upload")
-                    temporary = Temporary(here, self._nbytes)
-            place: Path = self.control.broadcast_object(temporary and temporary.path)
+                    path = stack.enter_context(temporary(here, is_folder=self.is_folder))
+            place: Path = self.control.broadcast_object(path)
             all_see = all(self.control.gather_objects(target is not None and place.exists()))
             self._write(layout, place, all_see=all_see)
             with self.together():
-                if temporary is None:
-                    return
-                if target is not None:
-                    temporary.keep()
-                else:
-                    _upload(temporary.path, self.path)
-        finally:
-            if temporary is not None:
-                temporary.close()
+                if path is not None and target is not None:
+                    put_in_place(path, target)
+                elif path is not None:
+                    _upload(path, self.path)
 
     def _agreed_layout(self) -> Any:
         """Return rank 0's layout; raise on all ranks unless each has its parts of it."""
@@ -124,18 +130,9 @@ class Save(ABC):
 
     # -- what a format does ------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def values(self) -> Mapping[str, ShardedValue]:
-        """The sharded values of this rank's checkpoint, by name."""
-
     @abstractmethod
     def _take(self, checkpoint: Any) -> None:
-        """Take a checkpoint apart; its tensors stay where they are."""
-
-    @abstractmethod
-    def _copy_to_host(self) -> None:
-        """Replace this rank's values by host copies that nothing else changes."""
+        """Take a checkpoint apart: set ``values`` and ``others``, which stay where they are."""
 
     @abstractmethod
     def _layout(self) -> Any:
@@ -149,88 +146,80 @@ class Save(ABC):
 class FileSave(Save):
     """A save to one plain file, which ``torch.save`` would have written.
 
-    Rank 0 works out where every record lies and creates the file at its full size. Finally, it
-    writes the headers of the records, which have the checksums.
+    Rank 0 works out where every record lies. Finally, it writes the headers of the records, which
+    have the checksums.
     """
 
-    _skeleton: Skeleton
+    is_folder = False
 
     @override
     def _take(self, checkpoint: Any) -> None:
-        self._skeleton = Skeleton.of(checkpoint)
-
-    @override
-    def _copy_to_host(self) -> None:
-        self._skeleton = self._skeleton.copied_to_host()
-
-    @property
-    @override
-    def values(self) -> dict[str, ShardedValue]:
-        return self._skeleton.sharded_values()
+        skeleton = Skeleton(checkpoint)
+        self._pickled, self._names = skeleton.pickled, skeleton.names
+        self.values, self.others = skeleton.values, {} if self.control.rank else skeleton.others
 
     @override
     def _layout(self) -> dict[str, tuple[int, int]]:
         """Return the number of each value's record, and where it begins."""
-        self._records = self._skeleton.records(self.provenance.encoded())
-        self._archive = Archive.of((name, size_of(content)) for name, content in self._records)
-        self._nbytes = self._archive.end
-        first = len(self._records) - len(self._skeleton.storages)
-        return {
-            name: (first + number, self._archive.places[first + number])
-            for number, name in self._skeleton.names.items()
+        texts = {
+            "data.pkl": self._pickled,
+            "byteorder": sys.byteorder.encode(),
+            "version": b"3\n",
+            PROVENANCE: self.provenance.encoded(),
         }
+        tensors = {n: torch.frombuffer(bytearray(t), dtype=torch.uint8) for n, t in texts.items()}
+        storages = {**self.others, **{n: self.values[name] for n, name in self._names.items()}}
+        self._records = [*tensors.values(), *(storages[n] for n in range(len(storages)))]
+        names = [*texts, *(f"data/{n}" for n in range(len(storages)))]
+        sizes = [r.whole_nbytes if isinstance(r, ShardedValue) else len(r) for r in self._records]
+        self._archive = Archive.of(zip(names, sizes, strict=True))
+        first, places = len(texts), self._archive.places
+        return {name: (first + n, places[first + n]) for n, name in self._names.items()}
 
     @override
     def _write(self, layout: Mapping[str, tuple[int, int]], place: Path, *, all_see: bool) -> None:
         if not all_see:
             _log_once(self.path)
-        parts, written = self._parts(layout, brings=not all_see), array("q")
+        parts, written = self._parts(layout, brings=not all_see), []
         outcome = Outcome()
         if self.control.rank == 0 or all_see:
-            with outcome.attempt(), Writer(place, self.on_written) as writer:
+            with outcome.attempt(), Writer(place) as writer:
+                if self.control.rank == 0:
+                    os.truncate(place, self._archive.end)
                 for number, offset, start, content in parts:
                     checksum = writer.write(offset + start, content)
-                    written.extend((number, start, len(content), checksum))
+                    written.append((number, start, len(content), checksum))
                 writer.sync()
         for _ in parts:  # receive the rest even after an error, since the others are sending it
             pass
         outcome.agree(self.control, f"Saving {self.path!r}")
-        every = self.control.gather_objects(written.tobytes())
+        every = itertools.chain(*self.control.gather_objects(written))
         with self.together():
             if self.control.rank == 0:
-                self._archive.seal(place, self._checksums(every))
+                joined: list[list[tuple[int, int, int]]] = [[] for _ in self._records]
+                for number, *part in every:
+                    joined[number].append((*part,))
+                sizes = (header.file_size for header in self._archive.headers)
+                self._archive.seal(place, [*map(joined_checksum, joined, sizes)])
 
     def _parts(
         self, layout: Mapping[str, tuple[int, int]], *, brings: bool
-    ) -> Iterator[tuple[int, int, int, bytes | Tensor]]:
+    ) -> Iterator[tuple[int, int, int, Tensor]]:
         """Yield a record's number and place, where in it this rank's part begins, and the part.
 
         With ``brings``, rank 0 yields those of all ranks and the others, which send theirs, none.
         """
-        values = self.values
         if self.control.rank == 0:
-            for number, (_, content) in enumerate(self._records):
+            for number, content in enumerate(self._records):
                 if not isinstance(content, ShardedValue):
                     yield number, self._archive.places[number], 0, content
         for name, place in layout.items():
-            value = values[name]
+            value = self.values[name]
             if brings:
                 for start, chunk in brought(value, self.control):
                     yield *place, start, chunk
             elif value.part.numel():
                 yield *place, value.start_byte, value.part_bytes
-
-    def _checksums(self, written: list[bytes]) -> list[int]:
-        """Return the records' checksums from those of the parts that each rank has written."""
-        parts: list[list[tuple[int, int, int]]] = [[] for _ in self._records]
-        for numbers in (array("q", of_rank) for of_rank in written):
-            for position in range(0, len(numbers), 4):
-                number, *part = numbers[position : position + 4]
-                parts[number].append((part[0], part[1], part[2]))
-        return [
-            joined_checksum(of_record, header.file_size)
-            for header, of_record in zip(self._archive.headers, parts, strict=True)
-        ]
 
 
 class Saver:
@@ -334,7 +323,7 @@ def collected(checkpoint: Any, control: Control) -> Any:
     For writers that do not know sharded values. Rank 0 needs host memory for all of them.
     """
     with agreed(control, "Saving"):
-        values = Skeleton.of(checkpoint).sharded_values()
+        values = Skeleton(checkpoint).values
     for name in control.broadcast_object(list(values)):
         value = values[name]
         device = "meta" if control.rank else "cpu"

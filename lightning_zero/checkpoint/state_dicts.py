@@ -20,7 +20,7 @@ import functools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -230,37 +230,33 @@ def optimizer_state(optimizer: Optimizer, engine: Engine, label: str) -> dict[st
     local = stepper_of(optimizer).state_dict()
     if not local or stepper_of(optimizer).way is Way.ALL_AT_ONCE:
         return local  # of Lightning's stand-in for no optimizer, or every rank has all of it
-    own = [local["state"].get(index) for index in range(len(members(optimizer)))]
     # Some optimizers keep entries that belong to no parameter.
     others = {k: v for k, v in local["state"].items() if not isinstance(v, Mapping)}
-    return {**local, "state": {**_whole_states(optimizer, own, engine, label), **others}}
+    return {**local, "state": {**_whole_states(optimizer, local["state"], engine, label), **others}}
 
 
 def _whole_states(
-    optimizer: Optimizer, own: Sequence[Mapping[str, Any] | None], engine: Engine, label: str
+    optimizer: Optimizer, own: Mapping[int, Any], engine: Engine, label: str
 ) -> dict[int, dict[str, Any]]:
     """Return the states of whole parameters, by index, given this rank's ``own`` parts."""
-    pieces, is_whole = members(optimizer), stepper_of(optimizer).is_whole
+    pieces, is_whole, comm = members(optimizer), stepper_of(optimizer).is_whole, engine.comm
     known: dict[Any, Any] = {}
     mine = {
-        index: _description(own[index] or {}, piece, known, is_whole=is_whole)
+        index: _described(own.get(index) or {}, piece, known, is_whole=is_whole)
         for index, piece in enumerate(pieces)
-        if (own[index] is not None if is_whole else _has_part(piece))
+        # A rank with an empty piece of a parameter, or that does not own it, has no state.
+        if (index in own if is_whole else _has_part(piece))
     }
-    gathered = engine.comm.control.gather_objects(
-        (group_lines(optimizer, label, with_sizes=True), mine)
-    )
+    gathered = comm.control.gather_objects((group_lines(optimizer, label, with_sizes=True), mine))
     if found := differences([lines for lines, _ in gathered]):
         raise ValueError(
             f"The ranks do not agree on {label}. {'; '.join(found)}. configure_optimizers must"
             " return the same optimizers on every rank, and schedulers must update them alike."
         )
-    described = [states for _, states in gathered]
     whole: dict[int, dict[str, Any]] = {}
     with lasting_tensors():
         for index, piece in enumerate(pieces):
-            # Ranks with an empty piece, or that do not own it, have no state; any other will do.
-            states = [of_rank[index] for of_rank in described if index in of_rank]
+            states = [of_rank[index] for _, of_rank in gathered if index in of_rank]
             entries = dict.fromkeys(", ".join(sorted(state)) for state in states)
             if len(entries) > 1:
                 raise ValueError(
@@ -271,13 +267,10 @@ def _whole_states(
             if not states or not states[0]:
                 continue
             is_copy = not is_whole and getattr(piece, "is_copy", False)
-            is_first = engine.comm.is_in_first_copy and not is_copy
-            here = (own[index] if is_first else None) or {}
+            here = own.get(index) if comm.is_in_first_copy and not is_copy else None
             whole[index] = {
-                key: _entry(
-                    f"{label} {index}.{key}", here.get(key), described_entry, piece, engine.comm
-                )
-                for key, described_entry in states[0].items()
+                key: _entry(f"{label} {index}.{key}", (here or {}).get(key), entry, piece, comm)
+                for key, entry in states[0].items()
             }
     return whole
 
@@ -287,67 +280,33 @@ def _has_part(member: Any) -> bool:
     return not isinstance(member, Piece) or member.numel() > 0 or not member.range.slot.numel
 
 
-# -- descriptions, which ranks send each other -------------------------------------------------
-
-# A model may have very many parameters, most of whose states are alike. Alike ones share one
-# description, so that an exchange carries it once.
+# -- descriptions of states, which ranks send each other ---------------------------------------
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A tensor that is cut into pieces, or that its owner holds whole.
-
-    ``shape`` is that of the owner's tensor; ``None`` if the tensor is cut, as the parameter is.
-    """
+class _Values:
+    """Values that a rank keeps: of its owner's tensor of ``shape``, or ``None`` of its piece."""
 
     dtype: torch.dtype
     shape: tuple[int, ...] | None
 
-    def value(self, key: str, part: Tensor | None, piece: Any, comm: Communicator) -> ShardedValue:
-        """Return the sharded value; ``part`` is ``None`` on a rank that holds nothing of it."""
-        part = torch.empty(0, dtype=self.dtype) if part is None else part
-        if self.shape is None:
-            return sharded(key, piece, part, comm)
-        stride = torch.empty(self.shape, device="meta").stride()
-        flat = part.contiguous().reshape(-1)
-        return ShardedValue.of(key, flat, 0, self.shape, stride, control=comm.control)
-
 
 @dataclass(frozen=True)
 class _Wrapper:
-    """A tensor that wraps others, which its owner holds whole."""
+    """A tensor that wraps others, which its owner holds whole, with descriptions of these."""
 
     facts: tuple[type, tuple[int, ...], tuple[int, ...], torch.dtype]
     values: dict[str, Any]
 
-    def value(self, key: str, mine: Any, piece: Any, comm: Communicator) -> Tensor:
-        """Return a wrapper of sharded values."""
-        values = {
-            name: _entry(f"{key}.{name}", getattr(mine, name, None), described, piece, comm)
-            for name, described in self.values.items()
-        }
-        return wrapper_of(*self.facts, values)
 
-
-@dataclass(frozen=True)
-class _Number:
-    """A tensor without dimensions, such as the count of steps."""
-
-    dtype: torch.dtype
-    number: bool | int | float
-
-    def value(self, key: str, mine: Any, piece: Any, comm: Communicator) -> Tensor:
-        """Return the number in a tensor of its own: a step adds to it in place."""
-        return torch.tensor(self.number, dtype=self.dtype, device="cpu")
-
-
-_Described = _Cut | _Wrapper | _Number
-
-
-def _description(
-    entries: Mapping[str, Any], piece: Any, known: dict[Any, Any], *, is_whole: bool
+def _described(
+    state: Mapping[str, Any], piece: Any, known: dict[Any, Any], *, is_whole: bool
 ) -> dict[str, Any]:
-    """Describe a state; small tensors in it are sent. ``known`` has earlier descriptions."""
+    """Return a state with descriptions of its tensors, but numbers themselves.
+
+    A model may have very many parameters, most of whose states are alike. Alike descriptions are
+    one object in ``known``, which an exchange carries once.
+    """
 
     def one(key: str, tensor: Tensor) -> Any:
         shape = tuple(tensor.shape)
@@ -355,41 +314,53 @@ def _description(
             held = vars(tensor).items()
             values = {k: one(k, v) if isinstance(v, Tensor) else v for k, v in held}
             return _Wrapper((type(tensor), shape, tensor.stride(), tensor.dtype), values)
-        made: Any = None
-        if is_whole and shape:
-            made = _Cut(tensor.dtype, shape)
-        elif not is_whole and isinstance(piece, Piece) and shape == (piece.range.numel,):
-            made = _Cut(tensor.dtype, None) if key != "step" else None
-        elif not shape and type(tensor) is Tensor and not tensor.is_complex():
-            number = tensor.item()
-            made = None if isnan(number) else _Number(tensor.dtype, number)  # which loses its bits
-        # By its text, which tells -0.0 from 0.0, and True from 1. Other tensors on the host: a
-        # device's is unpickled to the device of the same index, so each rank would take memory on
-        # the devices of all others.
-        return tensor.to("cpu") if made is None else known.setdefault(repr(made), made)
+        if shape if is_whole else _is_of(piece, shape) and key != "step":
+            made = _Values(tensor.dtype, shape if is_whole else None)
+            return known.setdefault(made, made)
+        # To the host: a device's is unpickled to the device of the same index, so each rank would
+        # take memory on the devices of all others.
+        host = tensor.to("cpu")
+        if shape or type(host) is not Tensor:
+            return host
+        return known.setdefault((host.dtype, *host.view(1).view(torch.uint8).tolist()), host)
 
     described = {
-        key: one(key, value)
-        if isinstance(value, Tensor)
-        else tree_map_only(Tensor, functools.partial(one, key), value)
-        for key, value in entries.items()
+        key: tree_map_only(Tensor, functools.partial(one, key), value)
+        for key, value in state.items()
     }
     # Known descriptions keep their leaves alive, so no other leaf has the same id.
     identity = tuple((key, id(leaf)) for key, leaf in described.items())
     return known.setdefault(identity, described)  # type: ignore[no-any-return]
 
 
+def _is_of(piece: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(piece, Piece) and shape == (piece.range.numel,)
+
+
 def _entry(key: str, mine: Any, described: Any, piece: Any, comm: Communicator) -> Any:
-    """Return an entry with values in place of its descriptions; ``mine`` is this rank's own."""
-    if isinstance(described, _Described):
-        return described.value(key, mine, piece, comm)
+    """Return an entry with sharded values for its descriptions; ``mine`` is this rank's own."""
     leaves, tree = tree_flatten(described)
     own = [None] * len(leaves) if mine is None else tree_leaves(mine)
-    parts = [
-        leaf.value(f"{key}.{number}", part, piece, comm) if isinstance(leaf, _Described) else leaf
-        for number, (leaf, part) in enumerate(zip(leaves, own, strict=True))
-    ]
-    return tree_unflatten(parts, tree)
+
+    def one(leaf: Any, mine: Any) -> Any:
+        if isinstance(leaf, _Wrapper):
+            values = {
+                name: _entry(f"{key}.{name}", getattr(mine, name, None), inner, piece, comm)
+                for name, inner in leaf.values.items()
+            }
+            return wrapper_of(*leaf.facts, values)
+        if isinstance(leaf, Tensor):  # in memory of its own: a step adds to it in place
+            return leaf.clone()
+        if not isinstance(leaf, _Values):
+            return leaf
+        part = torch.empty(0, dtype=leaf.dtype) if mine is None else mine
+        if leaf.shape is None:
+            return sharded(key, piece, part, comm)
+        stride = torch.empty(leaf.shape, device="meta").stride()
+        flat = part.contiguous().reshape(-1)
+        return ShardedValue.of(key, flat, 0, leaf.shape, stride, control=comm.control)
+
+    return tree_unflatten(map(one, leaves, own), tree)
 
 
 # -- loading an optimizer's ------------------------------------------------------------------------
@@ -457,23 +428,20 @@ def _in_order(groups: Sequence[Any], names: Sequence[Sequence[Sequence[str]]]) -
     for number, (group, current) in enumerate(zip(groups, names, strict=True)):
         saved = group["params"] if has_names else group.get("param_names", ())
         position = {name: place for place, name in enumerate(saved)}
-        order = [next((position[n] for n in known if n in position), None) for known in current]
-        if None in order or len(order) != len(group["params"]) or len(saved) != len(order):
-            if not has_names:
-                return groups
+        order = [next((position[n] for n in known if n in position), -1) for known in current]
+        if -1 not in order and len(order) == len(saved) == len(group["params"]):
+            keys = [key for key in ("params", "param_names") if key in group]
+            found.append({**group, **{key: [group[key][n] for n in order] for key in keys}})
+        elif not has_names:
+            return groups
+        else:
             here = {name for known in current for name in known}
-            lacking = [known[0] for known, at in zip(current, order, strict=True) if at is None]
+            lacking = [known[0] for known, at in zip(current, order, strict=True) if at < 0]
             surplus = [name for name in saved if name not in here]
             raise ValueError(
                 f"its param group {number} lacks {', '.join(lacking) or 'nothing'}, and has"
                 f" {', '.join(surplus) or 'nothing'} that the optimizer's has not"
             )
-        changed = {
-            key: [group[key][place] for place in order if place is not None]
-            for key in ("params", "param_names")
-            if key in group
-        }
-        found.append({**group, **changed})
     return found
 
 
@@ -502,13 +470,17 @@ def _is_optimizer_state(state: Any) -> bool:
 
 @uncollected()
 @runs_outside
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], engine: Engine) -> None:
-    """Load a whole optimizer state; each rank copies its own pieces of it. A collective."""
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], *engines: Engine) -> None:
+    """Load a whole state of an optimizer of ``engines``; each rank copies its own pieces of it.
+
+    A collective.
+    """
     stepper = stepper_of(optimizer)
     is_own_format = not state or stepper.way is Way.ALL_AT_ONCE
-    mine: Any = {}
-    with engine.loading("Loading optimizer states"):
-        mine = owned(state) if is_own_format else _own_states(optimizer, state)
+    with contextlib.ExitStack() as loading:
+        for engine in engines:
+            loading.enter_context(engine.loading("Loading optimizer states"))
+        mine: Any = owned(state) if is_own_format else _own_states(optimizer, state)
     with stepper.holding_parts():
         optimizer.load_state_dict(mine)
 

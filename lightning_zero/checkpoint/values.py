@@ -1,8 +1,8 @@
-"""A sharded tensor in a state dict, and the boxes of which a range of its elements consists.
+"""A sharded tensor in a state dict, and the chunks of which a range of its elements consists.
 
 A rank owns a range of a tensor's elements in memory order, which may begin and end anywhere. A file
 of ``torch.save`` has room for the whole, and each rank writes its range there. Directories know
-only boxes, an offset and a size in each dimension. A range consists of a few boxes: elements
+only chunks, an offset and a size in each dimension. A range consists of a few chunks: elements
 ``[2, 10)`` of a 4 x 3 tensor are three::
 
     . . a
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class ShardedValue(Tensor):
 
     It may be renamed, dropped, moved, copied, cast and detached, as hooks that edit a checkpoint
     do. Any other use gathers the values, so all ranks make it together. Torch's planners of
-    distributed checkpoints write its boxes.
+    distributed checkpoints write its chunks.
 
     Attributes:
         key: Its name in errors and, unless another value has it too, its identity on every rank.
@@ -190,16 +190,11 @@ class ShardedValue(Tensor):
 
     # -- for torch's planners ----------------------------------------------------------------------
 
-    @property
-    def boxes(self) -> list[Box]:
-        """The boxes that make up this rank's part, in its order."""
-        shape, stride, _ = self.facts
-        if not prod(shape):
-            return [Box((0,) * len(shape), shape)]  # on every rank, of which the planner takes one
-        return [*boxes_in_memory(shape, stride, self.start, self.start + len(self.part))]
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in self.boxes]
+        shape, stride, _ = self.facts
+        if not prod(shape):  # the same chunk on every rank, of which the planner takes one
+            return [ChunkStorageMetadata(torch.Size([0] * len(shape)), torch.Size(shape))]
+        return [*chunks_in_memory(shape, stride, self.start, self.start + len(self.part))]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
         shape, _, dtype = self.facts
@@ -215,13 +210,14 @@ class ShardedValue(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         shape, stride, dtype = self.facts
-        order, position = memory_order(shape, stride), 0
-        for box in self.boxes:
-            if box.offsets == tuple(index.offset or ()):
-                part = self.part[position : position + prod(box.sizes)].to(dtype)
-                return part.as_strided(box.sizes, dense_stride(box.sizes, order))
-            position += prod(box.sizes)
-        raise KeyError(f"{self.key!r} has no box at {index.offset} on this rank")
+        order, start = memory_order(shape, stride), 0
+        for chunk in self.__create_chunk_list__():
+            stop = start + chunk.sizes.numel()
+            if chunk.offsets == tuple(index.offset or ()):
+                part = self.part[start:stop].to(dtype)
+                return part.as_strided(chunk.sizes, dense_stride(chunk.sizes, order))
+            start = stop
+        raise KeyError(f"{self.key!r} has no chunk at {index.offset} on this rank")
 
 
 def _call_with_wholes(func: Any, args: Any, kwargs: Any) -> Any:
@@ -256,25 +252,18 @@ _SAME = {Tensor.cpu, Tensor.contiguous, properties.GET_DATA}
 _CASTS = {Tensor.to, Tensor.type, Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double}
 
 
-# -- boxes -----------------------------------------------------------------------------------------
+# -- chunks ----------------------------------------------------------------------------------------
 
 
-class Box(NamedTuple):
-    """Elements ``[offset, offset + size)`` in each dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def boxes_in_memory(
+def chunks_in_memory(
     shape: Sequence[int], stride: Sequence[int], start: int, stop: int
-) -> Iterator[Box]:
-    """Yield the fewest boxes that make up elements ``[start, stop)`` of a tensor in memory order.
+) -> Iterator[ChunkStorageMetadata]:
+    """Yield the fewest chunks that make up elements ``[start, stop)`` of a tensor in memory order.
 
     Each is a range of them.
     """
     if not shape and start < stop:
-        yield Box((), ())
+        yield ChunkStorageMetadata(torch.Size(), torch.Size())
         return
     order = memory_order(shape, stride)
     back = sorted(range(len(order)), key=order.__getitem__)
@@ -286,7 +275,8 @@ def boxes_in_memory(
         offsets = [start // row % length for row, length in zip(rows, lengths, strict=True)]
         count = min((stop - start) // rows[outer], lengths[outer] - offsets[outer])
         sizes = [1] * outer + [count] + lengths[outer + 1 :]
-        yield Box(tuple(offsets[d] for d in back), tuple(sizes[d] for d in back))
+        chunk = (torch.Size(values[d] for d in back) for values in (offsets, sizes))
+        yield ChunkStorageMetadata(*chunk)
         start += count * rows[outer]
 
 

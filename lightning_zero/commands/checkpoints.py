@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lightning_zero.checkpoint import (
     DamageError,
@@ -33,6 +32,7 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.comm import Control, default_world_size
 from lightning_zero.memory import format_bytes, parse_bytes
+from lightning_zero.plan import as_dtype
 from lightning_zero.tensors import named_tensors
 
 _NAME_COLUMNS = 50
@@ -41,18 +41,14 @@ _PLAIN = (".ckpt", ".pt", ".pth", ".bin")
 _DIRECTORY, _FILE = ".dcp", ".safetensors"
 
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-
-
 def run_convert(arguments: argparse.Namespace) -> int:
     """Convert as ``arguments`` ask for; return the exit code."""
     written = convert(
         arguments.source,
         arguments.target,
         weights_only=arguments.weights_only,
-        dtype=None if arguments.dtype is None else _dtype(arguments.dtype),
+        dtype=as_dtype(arguments.dtype, "--dtype"),
         max_shard_bytes=parse_bytes(arguments.max_shard_size),
-        shows_progress=True,
         trust=arguments.trust,
     )
     print(f"Wrote {written} of weights to {arguments.target}.")
@@ -66,7 +62,6 @@ def convert(
     weights_only: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5 * 10**9,
-    shows_progress: bool = False,
     trust: bool = False,
 ) -> str:
     """Write the content of ``source`` to ``target``; return the bytes of its weights, in words.
@@ -87,32 +82,19 @@ def convert(
     control, is_plain = Control(alone=True), target.suffix in (*_PLAIN, _DIRECTORY)
     # Everything is read and verified first: damaged data must not get new, valid checksums.
     checkpoint: Any = None
-    if is_plain and not weights_only and not are_safetensors(source):
+    if is_plain and not weights_only:
         checkpoint = load(str(source), control, weights_only=not trust)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         weights = read_weights(str(source), control, weights_only=not trust)
         checkpoint = {"state_dict": weights}
-    weights = checkpoint["state_dict"]
-    dtypes = {
-        name: dtype if dtype is not None and value.is_floating_point() else value.dtype
-        for name, value in weights.items()
-        if isinstance(value, Tensor)
-    }
-    total = sum(weights[name].numel() * kind.itemsize for name, kind in dtypes.items())
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not shows_progress) as bar:
-        if is_plain:
-            cast = {name: _cast(name, value, dtypes.get(name)) for name, value in weights.items()}
-            _write(target, {**checkpoint, "state_dict": cast}, control, bar.update)
-            return format_bytes(total)
-
-        def read(name: str) -> Tensor:
-            bar.update(weights[name].numel() * dtypes[name].itemsize)
-            return weights[name].to(dtypes[name])  # type: ignore[no-any-return]
-
-        shapes = {name: (kind, tuple(weights[name].shape)) for name, kind in dtypes.items()}
+    cast = {name: _cast(name, one, dtype) for name, one in checkpoint["state_dict"].items()}
+    tensors = {name: value for name, value in cast.items() if isinstance(value, Tensor)}
+    if is_plain:
+        _write(target, {**checkpoint, "state_dict": cast}, control)
+    else:
         is_file = target.suffix == _FILE and not is_folder
-        write_safetensors(target, shapes, read, max_bytes=None if is_file else max_shard_bytes)
-    return format_bytes(total)
+        write_safetensors(target, tensors, max_bytes=None if is_file else max_shard_bytes)
+    return format_bytes(sum(value.nbytes for value in tensors.values()))
 
 
 def _check_alone() -> None:
@@ -127,15 +109,14 @@ def _check_alone() -> None:
 
 def _cast(name: str, value: Any, dtype: torch.dtype | None) -> Any:
     """Return a value that is cast as it is written."""
-    if dtype is None or value.dtype is dtype:
+    is_cast = isinstance(value, Tensor) and value.is_floating_point() and dtype is not None
+    if not is_cast or value.dtype is dtype:
         return value
     dense = value.contiguous()
     return ShardedValue.of(name, dense.view(-1), 0, dense.shape, dense.stride(), dtype)
 
 
-def _write(
-    target: Path, checkpoint: Any, control: Control, on_written: Callable[[int], object]
-) -> None:
+def _write(target: Path, checkpoint: Any, control: Control) -> None:
     provenance = Provenance(stage=0, world_size=1, precision="")
     if target.suffix == _DIRECTORY:
         DirectorySave(checkpoint, str(target), control, provenance).run()
@@ -143,14 +124,7 @@ def _write(
     if "optimizer_states" in checkpoint:
         states = [with_integer_ids(state) for state in checkpoint["optimizer_states"]]
         checkpoint = {**checkpoint, "optimizer_states": states}
-    FileSave(checkpoint, str(target), control, provenance, on_written).run()
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, _DTYPES.get(name, name.removeprefix("torch.")), None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"Expected a floating-point dtype, for example bf16, got {name!r}.")
-    return dtype
+    FileSave(checkpoint, str(target), control, provenance).run()
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:

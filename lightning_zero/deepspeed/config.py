@@ -19,7 +19,6 @@ from lightning_zero.deepspeed.optimizer_block import OptimizerBlock, SchedulerBl
 from lightning_zero.plan import Settings, as_dtype, suggestion
 
 _ALIASES = {"bfloat16": "bf16"}
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DEFAULTS = {
     **vars(Settings()),
     "offload_optimizer": None,
@@ -117,8 +116,8 @@ class Config:
         return bool(value == 0)
 
     def _take_dtype(self, value: Any) -> None:
-        name = _among(_DTYPES, "communication_data_type", value)
-        self.arguments["reduce_dtype"] = _DTYPES[name]
+        name = _among(("fp32", "fp16", "bf16"), "communication_data_type", value)
+        self.arguments["reduce_dtype"] = as_dtype(name)
 
     def _take_optimizer_device(self, value: Any) -> None:
         _among(_MEDIA, f"{_ZERO}offload_optimizer.device", value)

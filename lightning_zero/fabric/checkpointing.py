@@ -6,7 +6,6 @@ any other writer gets whole tensors on rank 0.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -78,39 +77,53 @@ class Checkpoints:
     def save(
         self,
         checkpoint: Any,
-        path: str,
+        path: internals.StoredPath,
         precision: str,
+        plugin: CheckpointIO | None = None,
+        storage_options: Any = None,
         *,
-        writer: Callable[[Any], object] | None = None,
         in_background: bool = False,
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
-        """Write a checkpoint from all ranks, or by the user's ``writer`` on rank 0.
+        """Write a checkpoint from all ranks, or by the user's ``plugin`` on rank 0.
 
         ``optimizers`` are those whose states it has.
         """
-        if writer is None:
-            kind: Callable[..., Any] = FileSave
-            if self._settings.checkpoint == "dcp":
-                groups = [itertools.chain(*self.names_of(optimizer)) for optimizer in optimizers]
-                names = [[known[0] for known in of_one] for of_one in groups]
-                kind = functools.partial(DirectorySave, parameters=names)
-            origin = Provenance(self._settings.stage, self.control.world_size, precision)
-            self.saver.save(checkpoint, path, origin, in_background=in_background, kind=kind)
+        if plugin is not None:
+            everything = collected(checkpoint, self.control)
+            with agreed(self.control, f"Saving {str(path)!r}"):
+                if self.control.rank == 0:
+                    plugin.save_checkpoint(everything, path, storage_options=storage_options)
             return
-        everything = collected(checkpoint, self.control)
-        with agreed(self.control, f"Saving {path!r}"):
-            if self.control.rank == 0:
-                writer(everything)
+        kind: Callable[..., Any] = FileSave
+        if self._settings.checkpoint == "dcp":
+            groups = [itertools.chain(*self.names_of(optimizer)) for optimizer in optimizers]
+            names = [[known[0] for known in of_one] for of_one in groups]
+            kind = functools.partial(DirectorySave, parameters=names)
+        origin = Provenance(self._settings.stage, self.control.world_size, precision)
+        self.saver.save(checkpoint, str(path), origin, in_background=in_background, kind=kind)
 
     # -- loading ---------------------------------------------------------------------------------
 
-    def load(self, path: str, *, weights_only: bool | None) -> Any:
-        """Return a checkpoint, whose tensors are mapped to memory; a collective."""
-        return load(path, self.control, weights_only=weights_only in (None, True))
+    def load(
+        self, path: internals.StoredPath, plugin: CheckpointIO, weights_only: bool | None
+    ) -> Any:
+        """Return a checkpoint, whose tensors are mapped to memory; a collective.
 
-    def prepared(self, optimizers: Sequence[Optimizer], states: Any) -> list[Any]:
-        """Return states that the optimizers can load, paired in order.
+        The user's ``plugin`` loads by itself.
+        """
+        self.saver.wait()
+        if writes_files(plugin):
+            own = self.saver.path_of(str(path))
+            return load(own, self.control, weights_only=weights_only in (None, True))
+        return plugin.load_checkpoint(
+            path, **({} if weights_only is None else {"weights_only": weights_only})
+        )
+
+    def prepared(
+        self, optimizers: Sequence[Optimizer], states: Any, names: Sequence[str] = ()
+    ) -> list[Any]:
+        """Return states that the optimizers can load, paired in order; ``names`` are for errors.
 
         Raises:
             ValueError: A state does not fit its optimizer.
@@ -122,20 +135,16 @@ class Checkpoints:
             try:
                 found.append(loadable(optimizer, state, self.names_of(optimizer)))
             except ValueError as error:
-                kind = type(optimizer).__name__
+                name = names[number] if names else f"optimizer {number}"
                 raise ValueError(
-                    f"The checkpoint does not fit optimizer {number} ({kind}): {error}."
+                    f"Cannot load {name} ({type(optimizer).__name__}): {error}."
                 ) from error
         return found
 
     def load_optimizers(self, pairs: Iterable[tuple[Optimizer, Any]]) -> None:
         """Load states that :meth:`prepared` has returned; a collective."""
         for optimizer, state in pairs:
-            first, *others = self.engines_of(optimizer) or self._engines()
-            with contextlib.ExitStack() as loading:
-                for engine in others:
-                    loading.enter_context(engine.loading("Loading optimizer states"))
-                load_optimizer_state(optimizer, state, first)
+            load_optimizer_state(optimizer, state, *(self.engines_of(optimizer) or self._engines()))
 
     def names_of(self, optimizer: Optimizer) -> list[list[list[str]]]:
         """Return all names of each parameter, by the optimizer's groups."""
@@ -189,12 +198,12 @@ class SavingStrategy(Sharding, DDPStrategy):
             for key, value in state.items()
         }
         is_ours = storage_options is None and writes_files(self.checkpoint_io)
-        inherited = super().save_checkpoint
         self._checkpoints.save(
             converted,
-            str(path),
+            path,
             str(self.precision.precision),
-            writer=None if is_ours else lambda whole: inherited(path, whole, storage_options),
+            None if is_ours else self.checkpoint_io,
+            storage_options,
             in_background=self.settings.async_checkpoint,
         )
 
@@ -227,17 +236,11 @@ class SavingStrategy(Sharding, DDPStrategy):
             RuntimeError: Names or shapes of a module do not fit; nothing of it has changed.
             ValueError: The file is damaged or does not fit an optimizer; nothing has changed.
         """
-        saver = self._checkpoints.saver
-        saver.wait()
-        if type(self.checkpoint_io) is not TorchCheckpointIO:
-            given = {} if weights_only is None else {"weights_only": weights_only}
-            held = self.checkpoint_io.load_checkpoint(path, **given)
-        else:
-            held = self._checkpoints.load(saver.path_of(str(path)), weights_only=weights_only)
+        held = self._checkpoints.load(path, self.checkpoint_io, weights_only)
         if not state:
             return dict(copy.deepcopy(held))
         if isinstance(state, (nn.Module, Optimizer)):
-            self._load([("the checkpoint", state, held)], strict=strict)
+            self._load({"optimizer": state}, {"optimizer": held}, strict=strict)
             return {}
         missing = [key for key in state if key not in held]
         if strict and missing:
@@ -245,33 +248,32 @@ class SavingStrategy(Sharding, DDPStrategy):
                 f"The requested state contains a key {missing[0]!r} that does not exist in the"
                 " loaded checkpoint. To disable strict loading, set `strict=False`."
             )
-        found = [(key, value, held.pop(key)) for key, value in state.items() if key in held]
-        self._load(found, strict=strict)
-        for key, value, saved in found:
-            if not isinstance(value, internals.Stateful):
+        found = {key: held.pop(key) for key in state if key in held}
+        self._load(state, found, strict=strict)
+        for key, saved in found.items():
+            if not isinstance(state[key], internals.Stateful):
                 state[key] = copy.deepcopy(saved)
         # Copies: a program may write over the file to which the tensors are mapped.
         return dict(copy.deepcopy(held))
 
-    def _load(self, found: list[tuple[str, Any, Any]], *, strict: bool) -> None:
+    def _load(self, objects: dict[str, Any], saved: dict[str, Any], *, strict: bool) -> None:
         """Load what has a ``load_state_dict``; check sharded optimizers before all of it."""
-        optimizers: list[tuple[Optimizer, Any]] = []
-        for key, value, saved in found:
-            if isinstance(value, Optimizer) and self._checkpoints.engines_of(value):
-                try:
-                    optimizers.append((value, *self._checkpoints.prepared([value], [saved])))
-                except ValueError as error:
-                    raise ValueError(f"Cannot load {key!r}. {error}") from error
-        for _, value, saved in found:
+        optimizers = {
+            key: objects[key]
+            for key in saved
+            if isinstance(objects[key], Optimizer) and self._checkpoints.engines_of(objects[key])
+        }
+        states, names = [saved[key] for key in optimizers], [*map(repr, optimizers)]
+        prepared = self._checkpoints.prepared([*optimizers.values()], states, names)
+        for key, state in saved.items():
+            value = objects[key]
             if isinstance(value, ShardedModule):
-                load_module_state(value.module, value.engine, saved, strict=strict)
+                load_module_state(value.module, value.engine, state, strict=strict)
             elif isinstance(value, nn.Module):
-                value.load_state_dict(saved, strict=strict)
-            elif any(value is optimizer for optimizer, _ in optimizers):
-                continue
-            elif isinstance(value, internals.Stateful):
-                value.load_state_dict(copy.deepcopy(saved))
-        self._checkpoints.load_optimizers(optimizers)
+                value.load_state_dict(state, strict=strict)
+            elif isinstance(value, internals.Stateful) and key not in optimizers:
+                value.load_state_dict(copy.deepcopy(state))
+        self._checkpoints.load_optimizers(zip(optimizers.values(), prepared, strict=True))
 
 
 def kept(state: Any, keeps: Callable[[str, Any], bool] | None) -> Any:

@@ -392,13 +392,16 @@ ARGUMENTS = {one.name for one in fields(Settings)} - _NOT_GIVEN | _OFFLOAD
 """The arguments of ``ZeROStrategy`` that :meth:`Settings.of` takes."""
 
 
-def as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype, also given by name as in a YAML file (``bfloat16``, ``torch.bfloat16``)."""
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def as_dtype(value: torch.dtype | str | None, setting: str = "reduce_dtype") -> torch.dtype | None:
+    """Return a floating dtype, also given by name (``bf16``, ``bfloat16``, ``torch.bfloat16``)."""
     if not isinstance(value, str):
         return value
-    dtype = getattr(torch, value.removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = getattr(torch, _SHORT.get(value, value.removeprefix("torch.")), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(
-            f"Expected reduce_dtype to be a torch dtype such as 'bfloat16', got {value!r}."
+            f"Expected {setting} to be a floating-point dtype such as 'bfloat16', got {value!r}."
         )
     return dtype

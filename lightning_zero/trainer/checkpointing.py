@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -23,7 +22,6 @@ from lightning_zero.checkpoint import (
     existing,
     load_module_state,
     module_state,
-    read_weights,
 )
 from lightning_zero.comm import whole
 from lightning_zero.fabric import Checkpoints, writes_files
@@ -111,13 +109,10 @@ class SavingStrategy(SteppingStrategy):
         is_async = self.settings.async_checkpoint or len(self._plugins) > 1
         self._checkpoints.save(
             checkpoint,
-            str(filepath),
+            filepath,
             str(self.precision_plugin.precision),
-            writer=None
-            if is_ours
-            else lambda everything: self.checkpoint_io.save_checkpoint(
-                everything, filepath, storage_options=storage_options
-            ),
+            None if is_ours else self.checkpoint_io,
+            storage_options,
             # After fit there is no training to overlap with, and nothing waits for the thread.
             in_background=is_async and self._open_engine is not None,
             optimizers=map(unwrapped, self.optimizers),
@@ -151,24 +146,18 @@ class SavingStrategy(SteppingStrategy):
     def load_checkpoint(
         self, checkpoint_path: StoredPath, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if self._run is not None:
-            self._checkpoints.saver.wait()
-            self._agree_to_load(str(checkpoint_path))
-        if self._run is not None and self._writes_files:
-            return self._load(str(checkpoint_path), weights_only)
-        # Lightning 2.5 neither has nor passes this argument.
-        known = inspect.signature(TorchCheckpointIO.load_checkpoint).parameters
-        given = {"weights_only": weights_only} if "weights_only" in known else {}
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, **given)
-
-    def _load(self, checkpoint_path: str, weights_only: bool | None) -> dict[str, Any]:
-        """Load a checkpoint, of which each rank copies its own parts."""
-        path = self._current.path = self._checkpoints.saver.path_of(checkpoint_path)
-        if are_safetensors(Path(path)) and not self._is_fitting:
-            weights = read_weights(path, self._checkpoints.control)
-            return {"state_dict": weights, "pytorch-lightning_version": pl.__version__}
-        checkpoint = self._checkpoints.load(path, weights_only=weights_only)
+        if self._run is None:
+            # Lightning 2.5 neither has nor passes this argument.
+            given = {} if weights_only is None else {"weights_only": weights_only}
+            return super().load_checkpoint(checkpoint_path, **given)
+        self._agree_to_load(str(checkpoint_path))
+        path = self._run.path = self._checkpoints.saver.path_of(str(checkpoint_path))
+        checkpoint = self._checkpoints.load(path, self._plugins[-1], weights_only)
         held = checkpoint if isinstance(checkpoint, dict) else {}
+        if not self._writes_files:
+            return held
+        if are_safetensors(Path(path)) and not self._is_fitting:
+            held["pytorch-lightning_version"] = pl.__version__
         for key in ("state_dict", "pytorch-lightning_version"):
             if key not in held:
                 raise ValueError(

@@ -39,6 +39,7 @@ from tests.oracle import by_trainer, resharding
 from tests.oracle.checkpoints import (
     CPU,
     PROVENANCE,
+    ordered,
     same,
     told,
 )
@@ -104,13 +105,6 @@ def torch_file(path: Path) -> dict[str, Any]:
     target = path.with_name(f"{path.name}.plain.ckpt")
     convert(path, target)
     return torch.load(target, weights_only=True)  # type: ignore[no-any-return]
-
-
-def ordered(value: Any) -> Any:
-    """The same with keys in one order; those who write a directory need not keep any."""
-    if isinstance(value, dict):
-        return {key: ordered(value[key]) for key in sorted(value, key=str)}
-    return [ordered(item) for item in value] if isinstance(value, list) else value
 
 
 def take_weights(folder: str) -> list[float]:

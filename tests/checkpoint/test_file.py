@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import zipfile
 import zlib
 from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pytest_mock import MockerFixture
 from torch import nn
 
 from lightning_zero.checkpoint import (
@@ -18,6 +22,7 @@ from lightning_zero.checkpoint import (
     ShardedValue,
 )
 from lightning_zero.checkpoint.archive import Archive, joined_checksum
+from lightning_zero.checkpoint.files import BUFFER_BYTES, Writer
 from lightning_zero.comm import Control
 from tests.oracle.ranks import Pools
 
@@ -57,6 +62,63 @@ def test_checksums_join() -> None:
     for wrong in (parts[1:], parts[:-1], [*parts, parts[-1]]):
         with pytest.raises(ValueError, match="do not join"):
             joined_checksum(wrong, 500)
+
+
+# -- the writer ------------------------------------------------------------------------------------
+
+LARGE = BUFFER_BYTES + 12345
+FILE_BYTES = LARGE + 30000
+
+
+@pytest.mark.parametrize("place", [0, 4095, 4100])
+@pytest.mark.parametrize("nbytes", [0, 4096, 2**18 + 1, LARGE])
+@pytest.mark.parametrize("direct", ["open", "pwrite", "works"])
+def test_bytes_reach_their_place(
+    tmp_path: Path, place: int, nbytes: int, direct: str, mocker: MockerFixture
+) -> None:
+    """Also on a file system that refuses direct I/O, or the writing of it."""
+    path, real_open, real_write = tmp_path / "file", os.open, os.pwrite
+    path.write_bytes(b"\1" * FILE_BYTES)
+    refused: set[int] = set()
+
+    def opened(name: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT and direct == "open":
+            raise OSError(errno.EINVAL, "no")
+        descriptor = real_open(name, flags, *mode)
+        if flags & os.O_DIRECT and direct == "pwrite":
+            refused.add(descriptor)
+        return descriptor
+
+    def written(descriptor: int, chunk: Any, start: int) -> int:
+        if descriptor in refused:
+            raise OSError(errno.EINVAL, "no")
+        return real_write(descriptor, chunk, start)
+
+    mocker.patch("os.open", opened)
+    mocker.patch("os.pwrite", written)
+    content = torch.randint(256, (nbytes,), dtype=torch.uint8)
+    with Writer(path) as writer:
+        checksum = writer.write(place, content)
+        writer.sync()
+    expected, found = content.numpy().tobytes(), path.read_bytes()
+    assert found[place : place + nbytes] == expected
+    assert not (found[:place] + found[place + nbytes :]).strip(b"\1")
+    assert len(found) == FILE_BYTES
+    assert checksum == zlib.crc32(expected)
+
+
+def test_a_full_disk_is_an_error(tmp_path: Path, mocker: MockerFixture) -> None:
+    real_write, room = os.pwrite, 5000
+
+    def written(descriptor: int, chunk: Any, place: int) -> int:
+        if place >= room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_write(descriptor, memoryview(chunk)[: room - place], place)
+
+    (tmp_path / "file").touch()
+    mocker.patch("os.pwrite", written)
+    with Writer(tmp_path / "file") as writer, pytest.raises(OSError, match="No space left"):
+        writer.write(0, torch.zeros(LARGE, dtype=torch.uint8))
 
 
 # -- what a file holds -----------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from lightning_zero.checkpoint import (
     optimizer_state,
     write_safetensors,
 )
-from lightning_zero.checkpoint.writer import BUFFER_BYTES
+from lightning_zero.checkpoint.files import BUFFER_BYTES
 from lightning_zero.engine import Engine
 from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pool
@@ -125,8 +125,7 @@ def load_under_limit(path: str, weights: list[str]) -> list[float]:
 def as_safetensors(path: Path) -> Path:
     """The weights of a checkpoint file once more, in a file beside it."""
     weights = torch.load(path, mmap=True)["state_dict"]
-    shapes = {name: (value.dtype, tuple(value.shape)) for name, value in weights.items()}
-    return write_safetensors(path.with_suffix(".safetensors"), shapes, weights.__getitem__)[0]
+    return write_safetensors(path.with_suffix(".safetensors"), weights)[0]
 
 
 def checksums(files: list[Path]) -> list[int]:

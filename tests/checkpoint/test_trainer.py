@@ -9,9 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from torch import Tensor
 
 from lightning_zero import ZeROPrecision, ZeROStrategy, load_weights
 from lightning_zero.commands import convert
@@ -26,10 +24,10 @@ from tests.oracle.by_trainer import (
     make_trainer,
     model,
     resume,
-    strategy_of,
     train,
     world,
 )
+from tests.oracle.checkpoints import ordered
 from tests.oracle.models import Tied
 from tests.oracle.ranks import Pools
 
@@ -91,59 +89,6 @@ def assert_same_file(path: Path, other: Path, *, is_folder: bool) -> None:
     state = found["state_dict"]
     assert state["net.head.weight"].data_ptr() == state["net.embedding.weight"].data_ptr()
     assert_close(found, expected, path.name)
-
-
-def ordered(value: Any) -> Any:
-    """The same with keys in one order."""
-    if isinstance(value, dict):
-        return {key: ordered(value[key]) for key in sorted(value, key=str)}
-    return [ordered(item) for item in value] if isinstance(value, list) else value
-
-
-class Noisy(Model):
-    """The same with dropout."""
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        (text,) = batch
-        return super().training_step([text], index) + 0.1 * self.noise(text)
-
-    def noise(self, text: Tensor) -> Tensor:
-        noise = torch.nn.functional.dropout(self.net.embedding(text), 0.5).sum()
-        self.losses[-1] += noise.item()
-        return noise
-
-
-class KeepsRandomState(Callback):
-    """Lightning's checkpoints have no state of torch's generator; a callback may keep it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"torch": torch.get_rng_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loaded = state["torch"]
-
-    def on_train_start(self, *args: Any) -> None:
-        if hasattr(self, "loaded"):
-            torch.set_rng_state(self.loaded)
-
-
-def train_noisy(name: str, path: str, ckpt_path: str | None = None) -> list[float]:
-    torch.manual_seed(3 if ckpt_path is None else 4)
-    module = Noisy()
-    trainer = brief(strategy_of(name), 6, callbacks=[Stop(path, 3), KeepsRandomState()])
-    trainer.fit(module, Rows(), ckpt_path=ckpt_path)
-    return module.losses
-
-
-def test_dropout_goes_on_where_it_was(ranks: Pools, tmp_path: Path) -> None:
-    expected = ranks(2).run(train_noisy, "ddp", str(tmp_path / "ddp.ckpt"))[0]
-    for writer, reader in (("ddp", "zero3"), ("zero3", "ddp"), ("zero2", "zero1")):
-        path = str(tmp_path / f"{writer}.ckpt")
-        if writer != "ddp":
-            found = ranks(2).run(train_noisy, writer, path)[0]
-            assert found == pytest.approx(expected, rel=1e-5)
-        found = ranks(2).run(train_noisy, reader, str(tmp_path / "other.ckpt"), path)[0]
-        assert found == pytest.approx(expected[3:], rel=1e-5)
 
 
 def resume_by_word(folder: str, kind: Any) -> list[float]:

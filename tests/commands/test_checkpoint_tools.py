@@ -152,10 +152,9 @@ def test_safetensors_files_are_those_of_the_package(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     path, value = tmp_path / "a.safetensors", torch.arange(3.0)
-    shapes = dict.fromkeys(("first", "second"), (value.dtype, (3,)))
-    write_safetensors(path, shapes, {"first": value, "second": value}.__getitem__)
-    with pytest.raises(KeyError):
-        write_safetensors(path, shapes, {"first": -value}.__getitem__)
+    write_safetensors(path, {"first": value, "second": value})
+    with pytest.raises(TypeError, match="meta"):
+        write_safetensors(path, {"first": -value, "second": value.to("meta")})
     assert torch.equal(read_safetensors(path)["first"], value)
     assert [*tmp_path.iterdir()] == [path]
 
@@ -183,8 +182,7 @@ def test_damaged_safetensors_are_refused(tmp_path: Path, content: bytes, word: s
 
 
 def test_of_an_index_and_a_single_file_the_newer_one_is_read(tmp_path: Path) -> None:
-    shapes = dict.fromkeys(("a", "b"), (torch.float32, (4,)))
-    write_safetensors(tmp_path, shapes, lambda _: torch.ones(4), max_bytes=16)  # two files
+    write_safetensors(tmp_path, dict.fromkeys("ab", torch.ones(4)), max_bytes=16)  # two files
     safetensors.torch.save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
     times = {INDEX: 10, "model.safetensors": 20}
     for newer, expected in (("model.safetensors", 0.0), (INDEX, 1.0)):
@@ -192,7 +190,7 @@ def test_of_an_index_and_a_single_file_the_newer_one_is_read(tmp_path: Path) -> 
             os.utime(tmp_path / name, (time + 20 * (name == newer),) * 2)
         assert read_safetensors(tmp_path)["a"].eq(expected).all()
     # What we write leaves no other to be read.
-    write_safetensors(tmp_path, shapes, lambda _: torch.full((4,), 2.0), max_bytes=99)
+    write_safetensors(tmp_path, dict.fromkeys("ab", torch.full((4,), 2.0)), max_bytes=99)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
@@ -246,12 +244,8 @@ def test_convert_there_and_back(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, checkpoint = trainer_file(tmp_path)
     target = tmp_path / "out.safetensors"
-    convert(path, target)
-    assert "%" not in capsys.readouterr().err
     assert main(["convert", str(path), str(target), "--dtype", "float16"]) == 0
-    said = capsys.readouterr()
-    assert "100%" in said.err
-    assert said.out == f"Wrote 480 B of weights to {target}.\n"
+    assert capsys.readouterr().out == f"Wrote 480 B of weights to {target}.\n"
     for dtype in ("bf16", "fp32"):
         assert main(["convert", str(path), f"{tmp_path}/v1.{dtype}/", "--dtype", dtype]) == 0
     capsys.readouterr()
@@ -284,7 +278,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["inspect", str(tmp_path / "none.ckpt")]) == 1
     assert "Checkpoint file not found" in capsys.readouterr().err
     assert main(["convert", str(path), str(target), "--dtype", "int8"]) == 1
-    assert "Expected a floating-point dtype, for example bf16, got" in capsys.readouterr().err
+    assert "Expected --dtype to be a floating-point dtype such as" in capsys.readouterr().err
 
 
 def test_module_is_a_command(tmp_path: Path) -> None:

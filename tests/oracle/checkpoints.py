@@ -75,6 +75,13 @@ def same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def ordered(value: Any) -> Any:
+    """The same with keys in one order; those who write a directory need not keep any."""
+    if isinstance(value, dict):
+        return {key: ordered(value[key]) for key in sorted(value, key=str)}
+    return [ordered(item) for item in value] if isinstance(value, list) else value
+
+
 class Hostile:
     """Runs a command when it is unpickled."""
 

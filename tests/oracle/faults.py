@@ -116,9 +116,9 @@ PLACES = {
     "the end of a batch": Place("tests.oracle.faults:Module.on_train_batch_end", 2),
     # A save and a load.
     "a save, laid out": Place(f"{_CHECKPOINT}.save:FileSave._layout", on_rank_0=True),
-    "a save, written": Place(f"{_CHECKPOINT}.writer:Writer.write", 3),
+    "a save, written": Place(f"{_CHECKPOINT}.files:Writer.write", 3),
     "a save, renamed": Place(f"{_CHECKPOINT}.files:put_in_place", on_rank_0=True),
-    "a load, compared": Place(f"{_CHECKPOINT}.reading:Reading.compare"),
+    "a load, compared": Place(f"{_CHECKPOINT}.files:Reading.compare"),
     "a load, weights": Place("lightning_zero.trainer.checkpointing:load_module_state"),
     "a load, optimizer": Place("lightning_zero.fabric.checkpointing:load_optimizer_state"),
     # The end.

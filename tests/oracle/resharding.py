@@ -14,6 +14,7 @@ import pytorch_optimizer
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.fabric.plugins import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -239,7 +240,7 @@ def resume(reads: list[tuple[str, Saved, int | str, Any]]) -> list[list[float]]:
                 for piece in engine.sharded.pieces:
                     piece.add_(1)
             checkpoints = Checkpoints(engine.comm.control, engine.sharded.settings, [engine].copy)
-            checkpoint = checkpoints.load(path, weights_only=True)
+            checkpoint = checkpoints.load(path, TorchCheckpointIO(), weights_only=True)
             states = checkpoints.prepared(optimizers, checkpoint["optimizer_states"])
             load_module_state(model, engine, checkpoint["state_dict"])
             checkpoints.load_optimizers(zip(optimizers, states, strict=True))

@@ -98,10 +98,8 @@ def as_own(folder: Path) -> Path:
 def as_safetensors(
     folder: Path, max_bytes: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> Path:
-    held = state(dtype)
-    shapes = {key: (value.dtype, tuple(value.shape)) for key, value in held.items()}
     path = folder / ("sharded" if max_bytes else "one.safetensors")
-    write_safetensors(path, shapes, held.__getitem__, max_bytes=max_bytes)
+    write_safetensors(path, state(dtype), max_bytes=max_bytes)
     return path
 
 
