@@ -310,8 +310,8 @@ def meet(rank: int, job: Job, port: int, answer: Path) -> None:
     """Time sync points, and gloo's all-reduce of a message as large, in alternating rounds."""
     with joined(rank, job, port):
         control = Control()
-        message = torch.zeros(control.channel.capacity, dtype=torch.uint8)
-        group = control.channel.group
+        message = torch.zeros(control.capacity, dtype=torch.uint8)
+        group = control.group
         ways: dict[str, Callable[[], Any]] = {
             "sync point": lambda: control.call(SyncPoint.STEP).wait(),
             "all_reduce": lambda: dist.all_reduce(message, dist.ReduceOp.MAX, group=group),

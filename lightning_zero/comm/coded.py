@@ -15,7 +15,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.transport import Pending, ReduceBuffer, Shards, Transport, Verbs
+from lightning_zero.comm.transport import Pending, ReduceBuffer, Shards, Transport
 from lightning_zero.plan import ALIGNMENT
 from lightning_zero.tensors import Work, numel_at_a_time
 
@@ -106,7 +106,7 @@ class Cargo(Enum):
     """Rounded stochastically, so that errors have no direction in which they add up."""
 
 
-class Coded(Verbs):
+class Coded:
     """Quantized gathers and reductions of one store along one axis.
 
     Args:
@@ -114,37 +114,29 @@ class Coded(Verbs):
         cargo: What is sent.
         ranks: The transport's ranks, which seed the noise: the same on ranks that have parts of one
             model, so that parameters that are not cut stay equal.
-
-    Attributes:
-        size: Ranks along the axis.
     """
 
     def __init__(self, transport: Transport, cargo: Cargo, ranks: tuple[int, ...]) -> None:
-        self.size = transport.size
-        self._transport = transport
+        self._transport, self._size = transport, transport.size
         self._cargo, self._ranks = cargo, ranks
         self._num_coded = 0
 
     def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
         """Gather like :meth:`Transport.gather`, quantized."""
         codec = Codec(source.own.numel())
-        codes = self._buffer(self.size * codec.nbytes)
-        own = codes.view(self.size, codec.nbytes)[self._transport.rank]
+        codes = self._buffer(self._size * codec.nbytes)
+        own = codes.view(self._size, codec.nbytes)[self._transport.rank]
         codec.encode(source.own, own, self._noise(unit, tag, codes.device))
         work = self._transport.gather(codes, Shards(own), unit=unit, tag=tag)
         return Pending(work, then=lambda: codec.decode(codes, out))
 
-    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
-        """Return memory for the source of :meth:`reduce`."""
-        return self._transport.reduce_buffer(numel, dtype)
-
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
         """Reduce like :meth:`Transport.reduce`, quantized; ``source`` has been read on return."""
         codec = Codec(out.numel())
-        sent = self._buffer(self.size * codec.nbytes)
+        sent = self._buffer(self._size * codec.nbytes)
         codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
         received = self._buffer(sent.numel())
-        work = self._transport.all_to_all(received, sent, out, unit=unit, tag=tag)
+        work = self._transport.all_to_all(received, sent, unit=unit, tag=tag)
         return Pending(work, then=lambda: codec.add_up(received, out), kept=[sent])
 
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
@@ -152,15 +144,21 @@ class Coded(Verbs):
 
         Ranks take part in whole blocks: a tensor of another size is padded with zeros.
         """
-        numel, multiple = tensor.numel(), self.size * ALIGNMENT
-        padded = -(-numel // multiple) * multiple
-        if padded == numel:
-            return super().all_reduce(tensor, unit=unit, tag=tag)
-        whole = self._transport.passing_buffer(padded, tensor.dtype, self._cargo.value)
-        whole[:numel].copy_(tensor)
-        whole[numel:].zero_()
-        work = super().all_reduce(whole, unit=unit, tag=tag)
-        return Pending(work, then=lambda: tensor.copy_(whole[:numel]))
+        numel, multiple = tensor.numel(), self._size * ALIGNMENT
+        whole, padded = tensor, -(-numel // multiple) * multiple
+        if padded != numel:
+            whole = self._transport.passing_buffer(padded, tensor.dtype, self._cargo.value)
+            whole[:numel].copy_(tensor)
+            whole[numel:].zero_()
+        part = whole.new_empty(padded // self._size)
+
+        def gather() -> None:
+            self.gather(whole, Shards(part), unit=unit, tag=tag).wait()
+            if whole is not tensor:
+                tensor.copy_(whole[:numel])
+
+        reduced = self.reduce(part, ReduceBuffer(whole), unit=unit, tag=tag)
+        return Pending(reduced, then=gather)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)

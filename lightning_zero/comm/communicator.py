@@ -77,7 +77,7 @@ class Communicator:
         for asked in map(set, zip(*self.control.gather_objects(sizes), strict=True)):
             if len(asked) > 1:
                 raise ValueError(f"Expected the same number of shards on all ranks, got {asked}.")
-        self.mesh = Mesh.of(self.control.rank, self.control.world_size, *sizes)
+        self.mesh = Mesh(self.control.rank, self.control.world_size, *sizes)
         may_share = reads_peers is not False and device.type == "cpu"
         choose = partial(self._choose, is_direct=is_direct, may_share=may_share)
         self.transport = choose(self.mesh.shard)
@@ -112,7 +112,9 @@ class Communicator:
                 "Quantized weights and gradients are sent as messages, but ranks on this host read"
                 " each other's memory. Use Communicator(reads_peers=False), as the strategy does."
             )
-        return Coded(transport, cargo, self.mesh.data_numbers(transport.axis))
+        tensor_size = 1 if self.mesh.tensor is None else self.mesh.tensor.size
+        numbers = tuple(rank // tensor_size for rank in transport.axis.ranks)
+        return Coded(transport, cargo, numbers)
 
     @property
     def traffic(self) -> Traffic:

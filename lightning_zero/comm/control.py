@@ -20,7 +20,7 @@ import pickle
 import queue
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from itertools import zip_longest
@@ -32,9 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.collective_log import CollectiveLog
-from lightning_zero.comm.hosts import Lifelines
 from lightning_zero.comm.process_groups import (
-    default_store,
     destroy,
     give_up_devices,
     group_for,
@@ -42,8 +40,8 @@ from lightning_zero.comm.process_groups import (
     last_works,
     new_group_of_hosts,
 )
-from lightning_zero.comm.watchdog import GRADIENT, TOUCH, Reports, Watchdog, diverged, own_store
-from lightning_zero.tensors import Scratch, lasting_tensors, runs_outside, unseen
+from lightning_zero.comm.watchdog import GRADIENT, TOUCH, Watchdog, diverged
+from lightning_zero.tensors import Scratch, Work, lasting_tensors, runs_outside, unseen
 
 
 class SyncPoint(Enum):
@@ -80,56 +78,6 @@ def with_complements(numbers: bytes) -> bytes:
     return numbers + bytes([255 - number for number in numbers])
 
 
-class Channel:
-    """The path of this rank's messages at sync points.
-
-    Args:
-        world_size: Number of all ranks; a single one does not wait.
-        log: The collectives that this rank has begun.
-        describe: Describes this rank, at a place, in the error of ranks that differ.
-        group: The group of messages; by default the default one, which is not kept: a group that is
-            referenced outlives its destruction.
-
-    Attributes:
-        capacity: Flags that a sync point has room for.
-        notices: Flags of this rank that every sync point carries besides its own.
-        noticed: Their maxima over the ranks, at the last sync point that was waited for.
-    """
-
-    def __init__(
-        self, world_size: int, log: CollectiveLog, describe: Callable[[str], Any], group: Any
-    ) -> None:
-        self._group = group
-        self.world_size, self.log, self.describe = world_size, log, describe
-        self.capacity = 64
-        self.notices = bytearray(_NOTICES)
-        self.noticed = bytes(_NOTICES) if world_size > 1 else self.notices
-
-    @property
-    def group(self) -> Any:
-        """The group of messages."""
-        return dist.group.WORLD if self._group is None else self._group
-
-    def reserve(self, num_flags: int) -> None:
-        """Make room for ``num_flags`` flags; all ranks must ask for the same number."""
-        self.capacity = max(self.capacity, num_flags)
-
-    def refuse(self, places: list[tuple[str, list[str]]]) -> NoReturn:
-        """Raise an error with every rank's place; all are here, though after different events."""
-        where = [place for place, _ in places]
-        for events in zip_longest(*(events for _, events in places), fillvalue="nothing more"):
-            if len(set(events)) > 1:
-                where = [f"{w}, after {e}" for w, e in zip(where, events, strict=True)]
-                break
-        verdict = diverged(dict(enumerate(where)))
-        if self.log.untagged is not None:
-            # They may have met the wrong ones, or wait on a device for ones that never come: their
-            # groups cannot be used again.
-            self.log.verdict = verdict
-            give_up_devices()
-        raise RuntimeError(verdict)
-
-
 def hops(rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield to whom a rank sends what it knows, and from whom it receives, hop by hop.
 
@@ -142,69 +90,20 @@ def hops(rank: int, size: int) -> Iterator[tuple[int, int]]:
         distance *= 2
 
 
-class _Maximum:
-    """The maximum of a message over the ranks of a group.
-
-    Args:
-        message: The message, which becomes the maximum.
-        channel: Its channel.
-        ahead: Whether a thread computes it, so that, as with an all-reduce, the others wait for
-            nothing that this rank does after it has begun. Otherwise :meth:`wait` does, sooner.
-    """
-
-    def __init__(self, message: Tensor, channel: Channel, *, ahead: bool) -> None:
-        self._message, self._group, self._ahead = message, channel.group, ahead
-        self._is_over = threading.Event()
-        self._error: BaseException | None = None
-        if ahead:
-            _hand_over(self)
-
-    def run(self) -> None:
-        """Exchange messages, hop by hop."""
-        group, self._group = self._group, None
-        message, received = self._message, self._message.clone()
-        try:
-            for target, source in hops(group.rank(), group.size()):
-                with unseen():
-                    works = [
-                        group.recv([received], source, _TAG),
-                        group.send([message], target, _TAG),
-                    ]
-                for work in works:
-                    work.wait()
-                # To free works that have just ended would take longer than the hop.
-                last_works[:] = works
-                torch.maximum(message, received, out=message)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._is_over.set()
-
-    def wait(self) -> None:
-        """Wait until the message is the maximum."""
-        if not self._ahead:
-            if _last is not None:
-                _last._is_over.wait()  # messages meet in the order in which ranks have begun them
-            self.run()
-        self._is_over.wait()
-        if self._error is not None:
-            raise self._error
-
-
 _process = 0
-_begun: queue.SimpleQueue[_Maximum] = queue.SimpleQueue()
-_last: _Maximum | None = None
-"""The last that was begun ahead."""
+_begun: queue.SimpleQueue[PendingSync] = queue.SimpleQueue()
+_last: threading.Event | None = None
+"""The end of the last that was begun ahead."""
 
 
-def _hand_over(maximum: _Maximum) -> None:
-    """Let the thread compute a maximum, after those begun before."""
+def _hand_over(sync: PendingSync) -> None:
+    """Let the thread exchange the messages of a sync point, after those begun before."""
     global _process, _begun, _last
     if _process != os.getpid():
         _process, _begun = os.getpid(), queue.SimpleQueue()
         threading.Thread(target=_bring_about, name="zero.sync", daemon=True).start()
-    _last = maximum
-    _begun.put(maximum)
+    _last = sync.is_over
+    _begun.put(sync)
 
 
 def _bring_about() -> None:
@@ -215,32 +114,43 @@ def _bring_about() -> None:
 class PendingSync:
     """A sync point that this rank has come to, and may still have to wait for.
 
+    If it is waited for later, a thread exchanges the messages, so that, as with an all-reduce, the
+    others wait for nothing that this rank does after it has begun. Otherwise :meth:`wait` does.
+
     Args:
-        channel: How its message reaches the other ranks; a single one does not wait.
+        control: The ranks; a single one does not wait.
         sync_point: The sync point.
         flags: Flags whose maxima over the ranks :meth:`wait` returns.
         about: What it is about, which must be the same on all ranks.
+
+    Attributes:
+        is_over: The event that the thread is through.
     """
 
     def __init__(
-        self, channel: Channel, sync_point: SyncPoint, flags: bytes, about: str = ""
+        self, control: Control, sync_point: SyncPoint, flags: bytes, about: str = ""
     ) -> None:
-        self._channel = channel
+        self._control, self._flags = control, flags
         self._name = f"{sync_point.value} {about}" if about else sync_point.value
-        self._flags = flags
-        self._work: Any = None
-        if channel.world_size == 1:
+        self._works: Iterator[Work] | None = None
+        self.is_over = threading.Event()
+        if control.world_size == 1:
             return
-        log = channel.log
+        log = control.log
         self._events, log.events = log.events, []
         met = "\n".join([*self._events, self._name, str(len(flags))])
         checksum = zlib.crc32(met.encode()).to_bytes(_CHECKSUM, "big")
-        message = with_complements(checksum) + channel.notices + flags
-        padded = bytearray(message.ljust(_HEADER + channel.capacity, b"\0"))
+        message = with_complements(checksum) + control.notices + flags
+        padded = bytearray(message.ljust(_HEADER + control.capacity, b"\0"))
         with lasting_tensors():  # it may be waited for outside of inference mode
             self._message = torch.frombuffer(padded, dtype=torch.uint8)
         self._collective = log.begin(self._name, sync_point.value)
-        self._work = _Maximum(self._message, channel, ahead=sync_point in _AHEAD)
+        self._error: BaseException | None = None
+        if sync_point in _AHEAD:
+            self._works = self._outcome()
+            _hand_over(self)
+        else:
+            self._works = self._in_turn()
 
     def wait(self) -> bytes:
         """Return the maximum of each flag over the ranks, once all have come.
@@ -248,25 +158,73 @@ class PendingSync:
         Raises:
             RuntimeError: The ranks have come to different sync points.
         """
-        work, self._work = self._work, None
-        if work is not None:
-            channel = self._channel
-            channel.log.wait(self._collective, [work])
+        works, self._works = self._works, None
+        if works is not None:
+            control = self._control
+            control.log.wait(self._collective, works)
             maxima = bytes(self._message[: _HEADER + len(self._flags)].tolist())
             if maxima[: 2 * _CHECKSUM] != with_complements(maxima[:_CHECKSUM]):
-                channel.refuse(self.exchange((channel.describe(self._name), self._events)))
-            channel.noticed, self._flags = maxima[2 * _CHECKSUM : _HEADER], maxima[_HEADER:]
+                self._refuse()
+            control.noticed, self._flags = maxima[2 * _CHECKSUM : _HEADER], maxima[_HEADER:]
         return self._flags
+
+    def run(self) -> None:
+        """Exchange the messages, in the thread."""
+        try:
+            for work in self._hops():
+                work.wait()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self.is_over.set()
+
+    def _outcome(self) -> Iterator[Work]:
+        """Yield what to wait for where the thread exchanges the messages."""
+        yield self.is_over
+        if self._error is not None:
+            raise self._error
+
+    def _in_turn(self) -> Iterator[Work]:
+        """Exchange the messages here, after those that the thread exchanges."""
+        if _last is not None and _process == os.getpid():
+            yield _last  # messages meet in the order in which ranks have begun them
+        yield from self._hops()
+
+    def _hops(self) -> Iterator[Work]:
+        """Make the message the maximum, hop by hop; yield what to wait for."""
+        group, message, received = self._control.group, self._message, self._message.clone()
+        for target, source in hops(self._control.rank, self._control.world_size):
+            with unseen():
+                works = [group.recv([received], source, _TAG), group.send([message], target, _TAG)]
+            # To free works that have just ended would take longer than the hop.
+            last_works[:] = works
+            yield from works
+            torch.maximum(message, received, out=message)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return every rank's ``value``; a collective, after all have waited."""
-        values: list[Any] = [None] * self._channel.world_size
-        with self._channel.log.at(self._name):
-            dist.all_gather_object(values, value, group=self._channel.group)
+        values: list[Any] = [None] * self._control.world_size
+        with self._control.log.at(self._name):
+            dist.all_gather_object(values, value, group=self._control.group)
         return values
 
+    def _refuse(self) -> NoReturn:
+        """Raise an error with every rank's place; all are here, though after different events."""
+        control = self._control
+        places = self.exchange((control.watchdog.describe(self._name), self._events))
+        where = [place for place, _ in places]
+        for events in zip_longest(*(events for _, events in places), fillvalue="nothing more"):
+            if len(set(events)) > 1:
+                where = [f"{w}, after {e}" for w, e in zip(where, events, strict=True)]
+                break
+        verdict = diverged(dict(enumerate(where)))
+        if control.log.untagged is not None:
+            # They may have met the wrong ones, or wait on a device for ones that never come: their
+            # groups cannot be used again.
+            control.log.verdict = verdict
+            give_up_devices()
+        raise RuntimeError(verdict)
 
-_last_number = -1
 
 MESSAGE_BYTES = 16 * 2**20
 """The most bytes that ``collect`` holds at a time."""
@@ -285,12 +243,17 @@ class Control:
         world_size: Number of all ranks.
         log: The collectives that this rank has begun.
         watchdog: Detects ranks that wait for each other in different places.
-        channel: Carries the messages of sync points.
+        capacity: Flags that a sync point has room for; the same on all ranks.
+        notices: Flags of this rank that every sync point carries besides its own.
+        noticed: Their maxima over the ranks, at the last sync point that was waited for.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
         self.rank, self.world_size = 0, 1
         self.log = CollectiveLog()
+        self.watchdog = Watchdog(self.log)
+        self.capacity = 64
+        self.notices = bytearray(_NOTICES)
         self._group: Any = None
         self._separated: list[Control] = []
         if is_initialized() and not alone:
@@ -298,32 +261,14 @@ class Control:
             if dist.get_backend() != "gloo":
                 # Decisions travel between host CPUs, so that they never stall the device.
                 self._group = group_for("control", of_hosts=True)
-        self._enter()
+        self.noticed = bytes(_NOTICES) if self.world_size > 1 else self.notices
+        if self.world_size > 1 and dist.get_backend() != "fake":
+            self.watchdog.join(self.rank, self.world_size, self.gather_objects)
 
-    def _enter(self) -> None:
-        """Begin to be watched, under a number that is new and the same on all ranks."""
-        global _last_number
-        if self.world_size == 1 or dist.get_backend() == "fake":
-            self._watch(None)
-            return
-        self._watch(number := _last_number + 1)
-        # The ranks' numbers differ if one of them has made another control plane alone.
-        lifelines = Lifelines(self.rank, default_store())
-        numbers, offers = zip(*self.gather_objects((number, lifelines.offer)), strict=True)
-        _last_number = max(numbers)
-        if number != _last_number:
-            self.watchdog.forget()
-            self._watch(_last_number)
-        lifelines.open(offers)
-        self.watchdog.lifelines = lifelines
-
-    def _watch(self, number: int | None) -> None:
-        reports = None
-        if number is not None:
-            prefix = f"lightning_zero/{number}"
-            reports = Reports(own_store(), prefix, self.rank, self.world_size)
-        self.watchdog = Watchdog(self.log, reports)
-        self.channel = Channel(self.world_size, self.log, self.watchdog.describe, self._group)
+    @property
+    def group(self) -> Any:
+        """The group of its messages; the default one is not kept, so that it can be destroyed."""
+        return dist.group.WORLD if self._group is None else self._group
 
     # -- sync points -----------------------------------------------------------------------------
 
@@ -332,8 +277,12 @@ class Control:
 
         Ranks that differ in ``about`` have diverged.
         """
-        assert len(flags) <= self.channel.capacity, "more flags than were reserved"
-        return PendingSync(self.channel, sync_point, flags, about)
+        assert len(flags) <= self.capacity, "more flags than were reserved"
+        return PendingSync(self, sync_point, flags, about)
+
+    def reserve(self, num_flags: int) -> None:
+        """Make room for ``num_flags`` flags; all ranks must ask for the same number."""
+        self.capacity = max(self.capacity, num_flags)
 
     def all_equal(self, sync_point: SyncPoint, digest: bytes) -> bool:
         """Return whether all ranks come to a sync point with the same ``digest``, a few bytes."""
@@ -440,7 +389,6 @@ class Control:
         other.log = CollectiveLog()
         other.log.explain = self.log.explain
         other.watchdog = Watchdog(other.log)
-        other.channel = Channel(self.world_size, other.log, other.watchdog.describe, other._group)
         return other
 
     def leave(self) -> None:

@@ -18,37 +18,38 @@ up along the other axis. Gathers run along the shard axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import torch
+from torch import Tensor
 
 
-@dataclass(frozen=True)
 class Axis:
     """The ranks along one axis of a mesh.
 
+    Args:
+        groups: All ranks, a row for each group along the axis.
+        rank: This process, as a global rank.
+
     Attributes:
-        groups: All ranks, in groups along the axis.
+        groups: As given.
         ranks: The group of this process, as global ranks.
         rank: This process's rank in its group.
         size: Number of ranks in a group.
     """
 
-    groups: tuple[tuple[int, ...], ...]
-    ranks: tuple[int, ...]
-    rank: int
-    size: int
-
-    @classmethod
-    def of(cls, groups: Iterable[Iterable[int]], rank: int) -> Axis:
-        """Return the axis with these groups for the global rank ``rank``."""
-        every = tuple(tuple(group) for group in groups)
-        own = next(group for group in every if rank in group)
-        return cls(every, own, own.index(rank), len(own))
+    def __init__(self, groups: Tensor, rank: int) -> None:
+        self.groups: list[list[int]] = groups.tolist()
+        self.ranks = next(group for group in self.groups if rank in group)
+        self.rank, self.size = self.ranks.index(rank), len(self.ranks)
 
 
-@dataclass(frozen=True)
 class Mesh:
     """All ranks, arranged along axes.
+
+    Args:
+        rank: This process.
+        world_size: Number of all ranks.
+        num_shards: Data-parallel ranks of one copy; by default, of all.
+        tensor_size: Number of tensor-parallel ranks.
 
     Attributes:
         shard: The axis over which buffers are sharded.
@@ -56,66 +57,29 @@ class Mesh:
         data: The axis over which gradients are averaged: all ranks, or the data-parallel ones.
         tensor: The axis over which tensor parallelism cuts parameters, if it does.
         model: The axis of all ranks that have parts of one copy of the model.
+        size: Number of ranks over which gradients are averaged.
+
+    Raises:
+        ValueError: The tensor-parallel ranks do not divide the ranks, or the shards the
+            data-parallel ranks.
     """
 
-    shard: Axis
-    replicate: Axis
-    data: Axis
-    model: Axis
-    tensor: Axis | None = None
-
-    @property
-    def size(self) -> int:
-        """Number of ranks over which gradients are averaged."""
-        return self.data.size
-
-    def data_numbers(self, axis: Axis) -> tuple[int, ...]:
-        """Return the data-parallel numbers of the ranks of an axis other than the tensor axis."""
-        size = 1 if self.tensor is None else self.tensor.size
-        return tuple(rank // size for rank in axis.ranks)
-
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        world_size: int,
-        num_shards: int | None = None,
-        tensor_size: int = 1,
-    ) -> Mesh:
-        """Return the mesh with copies of ``num_shards`` data-parallel ranks; by default, of all.
-
-        Raises:
-            ValueError: The tensor-parallel ranks do not divide the ranks, or the shards the
-                data-parallel ranks.
-        """
-        data_size = world_size // tensor_size
-        num_shards = num_shards or data_size
+    def __init__(
+        self, rank: int, world_size: int, num_shards: int | None = None, tensor_size: int = 1
+    ) -> None:
+        self.size = world_size // tensor_size
+        num_shards = num_shards or self.size
         for what, number, whole in (
             ("tensor-parallel ranks", tensor_size, world_size),
-            ("shards", num_shards, data_size),
+            ("shards", num_shards, self.size),
         ):
             if whole % number:
                 raise ValueError(
                     f"Expected a number of {what} that divides the {whole} ranks, got {number}."
                 )
-        ranks, data = range(world_size), range(data_size)
-
-        def axis(groups: Iterable[Iterable[int]]) -> Axis:
-            """Return the axis of groups of data-parallel ranks, once for each part of the model."""
-            by_part = [
-                [one * tensor_size + part for one in group]
-                for group in groups
-                for part in range(tensor_size)
-            ]
-            return Axis.of(by_part, rank)
-
-        copies = [data[first : first + num_shards] for first in data[::num_shards]]
-        models = [[one for one in ranks if one // tensor_size in copy] for copy in copies]
-        of_tensor = [ranks[first : first + tensor_size] for first in ranks[::tensor_size]]
-        return cls(
-            shard=axis(copies),
-            replicate=axis(data[first::num_shards] for first in data[:num_shards]),
-            data=axis([data]),
-            model=Axis.of(models, rank),
-            tensor=Axis.of(of_tensor, rank) if tensor_size > 1 else None,
-        )
+        grid = torch.arange(world_size, device="cpu").view(-1, num_shards, tensor_size)
+        self.shard = Axis(grid.transpose(1, 2).flatten(0, 1), rank)
+        self.replicate = Axis(grid.permute(1, 2, 0).flatten(0, 1), rank)
+        self.data = Axis(grid.flatten(0, 1).T, rank)
+        self.model = Axis(grid.flatten(1), rank)
+        self.tensor = Axis(grid.flatten(0, 1), rank) if tensor_size > 1 else None

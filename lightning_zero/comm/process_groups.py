@@ -48,10 +48,13 @@ _MOST_CONNECTED = 128
 many systems allow 1,024 to a process."""
 
 
-def default_store() -> Any:
-    """Return the store that the default group was made with."""
+def master() -> str:
+    """Return the host of the default group's store, which is rank 0's; empty if it names none."""
     # Private, as torch gives no public access to it.
-    return dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return str(getattr(store, "host", ""))
 
 
 def is_initialized() -> bool:

@@ -276,13 +276,14 @@ class SharedMemory(PointToPoint):
             return [Window.open(address, self.size) for address in addresses]
 
     @override
-    def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
-        if shard.of_ranks is None:
-            return super()._gather(whole, shard, unit, tag)
+    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
+        if source.of_ranks is None:
+            return super().gather(out, source, unit=unit, tag=tag)
+        self._note(unit, "gather", source.own.numel(), out.dtype)
         # No rank waits for another here, so sync points compare what all have gathered.
         self.log.events.append(weights_of(unit))
-        for part, source in zip(whole.chunk(self.size), shard.of_ranks, strict=True):
-            copy(part, source)
+        for part, shard in zip(out.chunk(self.size), source.of_ranks, strict=True):
+            copy(part, shard)
         return Pending()
 
     @override
@@ -291,10 +292,11 @@ class SharedMemory(PointToPoint):
         return WindowBuffer(window.view(numel, dtype), window)
 
     @override
-    def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
+    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
         """Send peers the buffer's address; sum over their buffers once these are full."""
-        assert isinstance(partial, WindowBuffer)
-        own, dtype, part = partial.window, partial.tensor.dtype, out.numel()
+        assert isinstance(source, WindowBuffer)
+        own, dtype, part = source.window, source.tensor.dtype, out.numel()
+        self._note(unit, "reduce", part, dtype)
         own.num_published += 1
         mine = torch.tensor([*own.address, own.num_published], device="cpu")
         theirs = {peer: torch.empty_like(mine) for peer in self.sources}

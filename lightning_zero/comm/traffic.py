@@ -70,7 +70,7 @@ class StepTimes(NamedTuple):
         )
 
 
-Counts = dict[tuple[str, str, int, int], int]
+Counts = Counter[tuple[str, str, int, int]]
 """Number of collectives, by unit, verb, elements and the size of an element in bytes."""
 
 
@@ -88,9 +88,7 @@ class Ledger:
 
     def __init__(self) -> None:
         # Only counts of collectives: totals are computed on demand.
-        self._before: Counts = {}
-        self._last: Counts = {}
-        self._now: Counts = {}
+        self._before, self._last, self._now = Counts(), Counts(), Counts()
         self._spent: dict[str, float] = {}
         self.most_staged = 0
         self._end_of_last: float | None = None
@@ -106,13 +104,12 @@ class Ledger:
 
     def note(self, unit: str, verb: str, elements: int, itemsize: int) -> None:
         """Count one collective."""
-        collective = unit, verb, elements, itemsize
-        self._now[collective] = self._now.get(collective, 0) + 1
+        self._now[unit, verb, elements, itemsize] += 1
 
     def end_step(self) -> None:
         """End the count of a step and begin the next."""
-        self._before = _joined(self._before, self._now)
-        self._last, self._now = self._now, {}
+        self._before.update(self._last)
+        self._last, self._now = self._now, Counts()
         begin, self._end_of_last = self._end_of_last, perf_counter()
         spent, self._spent = self._spent, {}
         if begin is not None and spent:
@@ -127,12 +124,7 @@ class Ledger:
     @property
     def total(self) -> Traffic:
         """The traffic since the start."""
-        return _sums(_joined(self._before, self._now))
-
-    @property
-    def elements(self) -> Counter[tuple[str, str]]:
-        """Elements since the start, by unit and verb."""
-        return Counter({key: sent.elements for key, sent in self.total.items()})
+        return _sums(self._before + self._last + self._now)
 
     @property
     def last_step(self) -> Traffic:
@@ -142,10 +134,6 @@ class Ledger:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _joined(some: Counts, more: Counts) -> Counts:
-    return {key: some.get(key, 0) + more.get(key, 0) for key in {**some, **more}}
 
 
 def _sums(counts: Counts) -> Traffic:

@@ -106,37 +106,7 @@ class ReduceBuffer:
         return [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in slots], False
 
 
-class Verbs(ABC):
-    """The collectives of plain and of quantized transports."""
-
-    size: int
-
-    @abstractmethod
-    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
-        """Start to fill ``out`` (``[size * n]``) from every rank's shard (``[n]``)."""
-
-    @abstractmethod
-    def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
-        """Return memory for a unit's gradients before their reduction; its content is undefined."""
-
-    @abstractmethod
-    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
-        """Start to write this rank's shard of the sum over all ranks to ``out`` (``[n]``)."""
-
-    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
-        """Start to replace ``tensor`` (``[size * n]``) by its sum over all ranks.
-
-        The second of its two steps begins when the first one has been waited for.
-        """
-        source = self.reduce_buffer(tensor.numel(), tensor.dtype)
-        source.tensor.copy_(tensor)
-        part = tensor.new_empty(tensor.numel() // self.size)
-        reduced = self.reduce(part, source, unit=unit, tag=tag)
-        gather = partial(self.gather, tensor, Shards(part), unit=unit, tag=tag)
-        return Pending(reduced, then=lambda: gather().wait())
-
-
-class Transport(Verbs):
+class Transport(ABC):
     """One way to gather weights and to reduce gradients.
 
     1. :meth:`share` once for all masters, a collective.
@@ -186,34 +156,39 @@ class Transport(Verbs):
         """Return whether only the order of gathers tells units' weights apart."""
         return self.size > 1 and not self.has_tags
 
+    @abstractmethod
     def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
         """Start to fill ``out`` (``[size * n]``) from every rank's shard (``[n]``).
 
         Dtypes may differ: masters are cast on the way.
         """
-        sent = source.own.numel() * (self.size - 1)
-        self.ledger.note(unit, "gather", sent, out.element_size())
-        return self._gather(out, source, unit, tag)
 
+    @abstractmethod
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
         """Start to write this rank's shard of the sum over all ranks to ``out`` (``[n]``).
 
         ``source`` (``[size * n]``) is given up; ``out`` may have another dtype.
         """
-        sent = out.numel() * (self.size - 1)
-        self.ledger.note(unit, "reduce", sent, source.tensor.element_size())
-        return self._reduce(source, out, unit, tag)
 
-    def all_to_all(
-        self, received: Tensor, sent: Tensor, out: Tensor, *, unit: str, tag: int
-    ) -> Work:
-        """Start an all-to-all of a unit's quantized gradients, in equal parts.
+    @abstractmethod
+    def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str, tag: int) -> Work:
+        """Start an all-to-all of a unit's quantized gradients, in equal parts, in rank order."""
 
-        The parts ``received``, in rank order, will be summed in ``out``.
+    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to replace ``tensor`` (``[size * n]``) by its sum over all ranks.
+
+        The second of its two steps begins when the first one has been waited for.
         """
-        nbytes = sent.numel() // self.size * (self.size - 1)
-        self.ledger.note(unit, "reduce", nbytes, 1)
-        return self._all_to_all(received, sent, out, unit, tag)
+        source = self.reduce_buffer(tensor.numel(), tensor.dtype)
+        source.tensor.copy_(tensor)
+        part = tensor.new_empty(tensor.numel() // self.size)
+        reduced = self.reduce(part, source, unit=unit, tag=tag)
+        gather = partial(self.gather, tensor, Shards(part), unit=unit, tag=tag)
+        return Pending(reduced, then=lambda: gather().wait())
+
+    def _note(self, unit: str, verb: str, numel: int, dtype: torch.dtype) -> None:
+        """Note that this rank sends ``numel`` elements to each other one."""
+        self.ledger.note(unit, verb, numel * (self.size - 1), dtype.itemsize)
 
     def exchange(
         self, sent: Tensor, given: Sequence[int], taken: Sequence[int], among: Axis
@@ -236,18 +211,6 @@ class Transport(Verbs):
         work = dist.all_to_all_single(received, sent, [*taken], [*given], group, async_op=True)
         self.log.wait(collective, [] if work is None else [work])
         return received
-
-    @abstractmethod
-    def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
-        """Implement :meth:`gather`."""
-
-    @abstractmethod
-    def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
-        """Implement :meth:`reduce`."""
-
-    @abstractmethod
-    def _all_to_all(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
-        """Implement :meth:`all_to_all`."""
 
     def share(self, extents: Iterable[Extent]) -> Generator[Shards, None, None]:
         """Yield memory for masters, with views of every rank's where peers can be read.
@@ -365,20 +328,22 @@ class PointToPoint(Transport):
         self.targets = [(self.rank + step) % self.size for step in others]
 
     @override
-    def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
-        parts = whole.chunk(self.size)
+    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
+        self._note(unit, "gather", source.own.numel(), out.dtype)
+        parts = out.chunk(self.size)
         own = parts[self.rank]
-        copy(own, shard.own)
+        copy(own, source.own)
         collective = self.log.begin(weights_of(unit))
-        if not whole.numel():
+        if not out.numel():
             return Pending()
         receives = {peer: parts[peer] for peer in self.sources}
         works = self.start(receives, dict.fromkeys(self.targets, own), 4 * tag)
         return Pending(*works, begun=(self.log, collective))
 
     @override
-    def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
-        parts = partial.tensor.chunk(self.size)
+    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
+        self._note(unit, "reduce", out.numel(), source.tensor.dtype)
+        parts = source.tensor.chunk(self.size)
         own = parts[self.rank]
         inbox = {peer: self._inboxes.borrow(own) for peer in self.sources}
         collective = self.log.begin(gradients_of(unit))
@@ -395,7 +360,8 @@ class PointToPoint(Transport):
         return Pending(*works, then=add_up, begun=(self.log, collective))
 
     @override
-    def _all_to_all(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str, tag: int) -> Work:
+        self._note(unit, "reduce", sent.numel() // self.size, sent.dtype)
         theirs, ours = received.chunk(self.size), sent.chunk(self.size)
         copy(theirs[self.rank], ours[self.rank])
         collective = self.log.begin(gradients_of(unit))
@@ -475,16 +441,18 @@ class Collectives(Transport):
             ) from error
 
     @override
-    def _gather(self, whole: Tensor, shard: Shards, unit: str, tag: int) -> Work:
-        own = whole.view(self.size, -1)[self.rank]
-        copy(own, shard.own)
+    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
+        self._note(unit, "gather", source.own.numel(), out.dtype)
+        own = out.view(self.size, -1)[self.rank]
+        copy(own, source.own)
         collective = self.log.begin_untagged(weights_of(unit), "gather")
-        work = _all_gather(whole, own, group=self._gather_group, async_op=True)
+        work = _all_gather(out, own, group=self._gather_group, async_op=True)
         return Pending(work, begun=(self.log, collective))
 
     @override
-    def _reduce(self, partial: ReduceBuffer, out: Tensor, unit: str, tag: int) -> Work:
-        buffer = partial.tensor
+    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
+        self._note(unit, "reduce", out.numel(), source.tensor.dtype)
+        buffer = source.tensor
         lands = out.dtype == buffer.dtype
         landing = out if lands else buffer.new_empty(out.shape)
         collective = self.log.begin(gradients_of(unit), "reduce")
@@ -500,16 +468,16 @@ class Collectives(Transport):
 
     @override
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
-        sent = tensor.numel() // self.size * (self.size - 1)
         for verb in ("reduce", "gather"):
-            self.ledger.note(unit, verb, sent, tensor.element_size())
+            self._note(unit, verb, tensor.numel() // self.size, tensor.dtype)
         collective = self.log.begin(gradients_of(unit), "reduce")
         real = tensor.view(tensor.dtype.to_real())
         work = dist.all_reduce(real, group=self._reduce_group, async_op=True)
         return Pending(*([] if work is None else [work]), begun=(self.log, collective))
 
     @override
-    def _all_to_all(self, received: Tensor, sent: Tensor, out: Tensor, unit: str, tag: int) -> Work:
+    def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str, tag: int) -> Work:
+        self._note(unit, "reduce", sent.numel() // self.size, sent.dtype)
         collective = self.log.begin(gradients_of(unit), "reduce")
         work = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)
         return Pending(*([] if work is None else [work]), begun=(self.log, collective))

@@ -2,42 +2,41 @@
 
 Ranks fail in five ways, and each is found in one::
 
-    a rank raises         it writes the error under `end` before it exits
-    a rank is killed      its peers' connections break; the first to notice writes `end`
+    a rank raises         it tells the others before it exits
+    a rank is killed      its peers' connections break; the first to notice tells the others
     a host is lost        connections to it do not break, but those of `hosts` end after a while
     ranks come to         each message of a sync point begins with a checksum of what its rank has
     different sync points done since the last; all ranks compare it there (`control`)
-    ranks wait for        each writes where it waits under `place`; whoever reads a deadlock
-    different collectives writes `end`
+    ranks wait for        each tells where it waits; rank 0 finds the deadlock
+    different collectives
 
-There are two kinds of notes in the store::
+Every rank has a connection to a **hub** in the process of rank 0. Nothing is sent while all go on::
 
-    end       the error that ends the run; the first to write wins
-    place/r   where rank r waits; empty while it goes on; "left" when it needs nothing more
+    main thread             watchdog's thread                         hub, in a thread of rank 0
 
-A thread of each rank looks at them four times a second::
-
-    main thread                 watchdog's thread                         store
-
-    begin, wait ── log ──────>  waits for 2 s? ──── report ───────────>  place/r
-                                all have reported? <─── all places ────  place/*
-                                  a deadlock? ───── the error ────────>  end
-                                has the run ended? <────────────────────  end
-    the wait raises <────────── gives up all connections
+    begin, wait ── log ──>  waits for 2 s? ────────── place ───────>
+                                                                      all wait, each for what
+                            waits still? <─────────── ask ──────────  another has not begun?
+                                         ──────────── answer ──────>  each has waited all the time?
+    raises ────────────────────────────────────────── end ─────────>  the first error ends the run
+    a message fails ───────────────────────────────── lost ────────>
+    needs no more ─────────────────────────────────── left ────────>
+                            has the run ended? <───── end ──────────
+    the wait raises <─────  gives up all connections
     raises the error
 
-A deadlock is not guessed but **proven**: all ranks wait at the same time, each for a collective
-that another of them has not begun. A rank that computes, loads data or writes a file may take as
-long as it likes: it has not reported. On a device, messages are only queued, and the host may be
-blocked anywhere behind one that never ends. So a rank that begins nothing for 5 s reports the last
-message that it has queued, as if it waited for that; the proof is the same.
+A deadlock is not guessed but **proven**: when rank 0 asks, all ranks wait at the same time, each
+for a collective that another of them has not begun. A rank that computes, loads data or writes a
+file may take as long as it likes: it has no place. On a device, messages are only queued, and the
+host may be blocked anywhere behind one that never ends. So a rank that begins nothing for 5 s is in
+the place of the last message that it has queued, as if it waited for that; the proof is the same.
 
 A rank that waits when the run ends gives up its connections at once, so that the wait raises. One
 that computes raises at its next collective; if it waits in a collective of the user's own, which no
 log knows, it gives up its connections :data:`GRACE_SECONDS` later.
 
-The process of rank 0 usually hosts the store, which the others' threads ask until they have left
-the run. So it exits last: it tells them that it is about to exit and waits until all have left.
+After the set-up no rank asks the store of the process group for anything: rank 0, which usually
+hosts it, may exit before the others.
 """
 
 from __future__ import annotations
@@ -47,128 +46,25 @@ import contextlib
 import json
 import logging
 import os
+import socket
+import struct
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
+from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
-from time import monotonic, sleep
+from time import monotonic
 from types import FrameType
 from typing import Any
-
-import torch.distributed as dist
+from uuid import uuid4
 
 from lightning_zero.comm import process_groups
 from lightning_zero.comm.collective_log import CollectiveLog
-from lightning_zero.comm.hosts import Lifelines, ending_when_silent
-
-OVER = "over"
-"""The note under ``end`` of a host that exits after a successful run."""
-
-_SECONDS_BETWEEN_LOOKS = 0.02
-
-_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Report:
-    """The place of a rank that has not gone on for long, or has left.
-
-    Attributes:
-        name: The collective that it waits for; empty if it has left.
-        channel: As in `CollectiveId`.
-        number: As in `CollectiveId`.
-        step: Optimizer steps that it has ended.
-        caller: The line of the user's code that led to the wait; empty for a rank that waits
-            nowhere, whose device may wait for the collective.
-        wait: A number that changes when the rank goes on.
-        look: A number that grows with every look.
-        seconds: For how long it had waited when its thread looked.
-        begun: How many collectives of each channel it has begun.
-        queued: The number and name of its last collective without a tag, if there was one.
-    """
-
-    name: str
-    channel: str
-    number: int
-    step: int
-    caller: str = ""
-    wait: int = 0
-    look: int = 0
-    seconds: float = 0.0
-    begun: dict[str, int] = field(default_factory=dict)
-    queued: Sequence[Any] = (0, "")
-
-    def __str__(self) -> str:
-        if not self.name:
-            return f"has left the run after step {self.step}"
-        if not self.caller:
-            return f"is in step {self.step}, after {self.name}"
-        return f"waits in step {self.step} for {self.name} (called at {self.caller})"
-
-
-class Reports:
-    """The notes of all ranks, of two kinds: each rank's place, and the end of the run.
-
-    Args:
-        store: The store.
-        prefix: The beginning of the keys, the same on every rank.
-        rank: This process's number.
-        world_size: Number of ranks.
-    """
-
-    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._store, self._end = store, f"{prefix}/end"
-        self._places = [f"{prefix}/place/{rank}" for rank in range(world_size)]
-
-    def put(self, report: Report | None) -> None:
-        """Replace this rank's report; ``None`` withdraws it."""
-        # Never deleted: a rank that has seen the key would wait for it.
-        note = "" if report is None else json.dumps(asdict(report))
-        self._store.set(self._places[self.rank], note)
-
-    def get(self) -> dict[int, Report]:
-        """Return the reports of all ranks that have one, by rank."""
-        keys = self._places
-        if not self._store.check(keys):
-            keys = [key for key in keys if self._store.check([key])]
-        several = self._store.multi_get(keys) if keys and self._store.has_extended_api() else None
-        notes = zip(keys, several or map(self._store.get, keys), strict=True)
-        found = {self._places.index(key): note.decode() for key, note in notes}
-        return {rank: Report(**json.loads(note)) for rank, note in found.items() if note}
-
-    def publish(self, end: str) -> str:
-        """End the run on all ranks with an error, unless it has ended; return how it ends."""
-        return str(self._store.compare_set(self._end, "", end).decode())
-
-    @property
-    def end(self) -> str:
-        """The error that ends the run, :data:`OVER`, or ``""``; usually one request."""
-        return self._store.get(self._end).decode() if self._store.check([self._end]) else ""
-
-    def wait_until_left(self, seconds: float) -> None:
-        """Wait at most ``seconds`` until all ranks have left."""
-        deadline = monotonic() + seconds
-        while monotonic() < deadline:
-            reports = self.get()
-            if len(reports) == self.world_size and not any(one.name for one in reports.values()):
-                return
-            sleep(_SECONDS_BETWEEN_LOOKS)
-
-
-def own_store() -> Any:
-    """Return a separate connection to the store: one blocked by a wait serves no other request."""
-    world = dist.group.WORLD
-    if world not in _stores:
-        store = process_groups.default_store()
-        with ending_when_silent():
-            _stores[world] = store.clone() if hasattr(store, "clone") else store
-    return _stores[world]
-
+from lightning_zero.comm.hosts import LOST_SECONDS, SILENT, end_when_silent, own_address
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +72,7 @@ TICK = 0.25
 """Seconds between looks."""
 
 PATIENCE = 2.0
-"""Seconds of waiting before a rank reports where it is."""
+"""Seconds of waiting before a rank tells where it is."""
 
 QUIET_SECONDS = 5.0
 """Seconds after which a rank that begins nothing may be blocked by its device."""
@@ -184,8 +80,8 @@ QUIET_SECONDS = 5.0
 GRACE_SECONDS = 5.0
 """How long after the end a rank that waits nowhere keeps its connections."""
 
-EXIT_SECONDS = 1.0, 5.0
-"""How long rank 0 waits at its exit for ranks that have not left, after an error and without."""
+_ANSWER_SECONDS = 5
+"""How long a rank waits for its hub: to connect, to send, and for an answer."""
 
 TOUCH = "access between steps to the weights of"
 GRADIENT = "access to a gradient"
@@ -213,6 +109,42 @@ _CURES = {
 """What to do, by the first of these keys that a rank's place contains."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank waits, or may be blocked, or that it has left the run.
+
+    Attributes:
+        name: The collective that it waits for; empty if it has left.
+        channel: As in `CollectiveId`.
+        number: As in `CollectiveId`.
+        step: Optimizer steps that it has ended.
+        caller: The line of the user's code that led to the wait; empty for a rank that waits
+            nowhere, whose device may wait for the collective.
+        wait: A number that changes when the rank goes on.
+        begun: How many collectives of each channel it has begun.
+        queued: The number and name of its last collective without a tag, if there was one.
+    """
+
+    name: str
+    channel: str
+    number: int
+    step: int
+    caller: str = ""
+    wait: int = 0
+    begun: dict[str, int] = field(default_factory=dict)
+    queued: Sequence[Any] = (0, "")
+
+    def __str__(self) -> str:
+        if not self.name:
+            return f"has left the run after step {self.step}"
+        if not self.caller:
+            return f"is in step {self.step}, after {self.name}"
+        return f"waits in step {self.step} for {self.name} (called at {self.caller})"
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
 def diverged(places: Mapping[int, object]) -> str:
     """Return the error for ranks in different places, by rank."""
     where = "; ".join(f"rank {rank} {place}" for rank, place in sorted(places.items()))
@@ -220,19 +152,24 @@ def diverged(places: Mapping[int, object]) -> str:
     return f"The ranks have diverged: {where}. {cure}"
 
 
-def lost(places: Mapping[int, object], error: BaseException, world_size: int) -> str:
-    """Return the error for a broken connection, with the places of the ranks that have one."""
+def _lost(error: str, places: Mapping[int, object], silent: Sequence[int] = ()) -> str:
+    """Return the error for a broken connection, with what is known of the ranks."""
     where = "".join(f"; rank {rank} {place}" for rank, place in sorted(places.items()))
-    silent = [str(rank) for rank in range(world_size) if rank not in places]
-    ranks = f"; no report from rank{'s' * (len(silent) > 1)} {', '.join(silent)}" if silent else ""
     return (
-        f"A connection between ranks has failed ({str(error).splitlines()[0]}). A rank was killed,"
-        " ran out of memory, or exited without an error: the launcher's output or the system log"
-        f" names it{where}{ranks}."
+        f"A connection between ranks has failed ({error}). A rank was killed, ran out of memory, or"
+        " exited without an error: the launcher's output or the system log names it"
+        f"{where}{f'; no report from {_ranks(silent)}' if silent else ''}."
     )
 
 
-def failed(rank: int, step: int, error: BaseException) -> str:
+def _lost_host(ranks: Sequence[int]) -> str:
+    return (
+        f"The host of {_ranks(ranks)} is lost: it has not answered for {LOST_SECONDS} s. Its power"
+        " or its network has failed."
+    )
+
+
+def _failed(rank: int, step: int, error: BaseException) -> str:
     """Return the error on all ranks for the failure of ``rank`` with ``error``."""
     lines = list(traceback.walk_tb(error.__traceback__))
     users = [(frame, line) for frame, line in lines if not _is_library(frame)] or lines[-1:]
@@ -245,9 +182,13 @@ def failed(rank: int, step: int, error: BaseException) -> str:
     )
 
 
-def are_stuck(everyone: Mapping[int, Report]) -> bool:
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def are_stuck(everyone: Mapping[int, Place]) -> bool:
     """Return whether each rank waits for a collective that another waiting rank has not begun."""
-    waiting = [report for report in everyone.values() if report.name]
+    waiting = [place for place in everyone.values() if place.name]
     names: dict[int, str] = {}
     for number, name in (one.queued for one in everyone.values()):
         if names.setdefault(number, name) != name:
@@ -258,13 +199,179 @@ def are_stuck(everyone: Mapping[int, Report]) -> bool:
     )
 
 
-def stays(before: Report, now: Report) -> bool:
-    """Return whether a rank stayed in the same place between two reports.
+# -- connections -----------------------------------------------------------------------------------
 
-    The first report may be old, and the next look may have been taken before it was read; the look
-    after that cannot have been.
+
+class Line:
+    """One end of the connection between a rank and the hub, for messages of a kind and a value."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(True)
+        limit = struct.pack("ll", _ANSWER_SECONDS, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._socket = connection
+        self._mutex = threading.RLock()
+        self._received = b""
+
+    def fileno(self) -> int:
+        """Return the number by which the system is asked for messages that have come."""
+        return self._socket.fileno()
+
+    def send(self, kind: str, value: Any) -> None:
+        """Send a message, unless the connection has ended."""
+        message = json.dumps((kind, value)).encode() + b"\n"
+        with self._mutex, contextlib.suppress(OSError):
+            self._socket.sendall(message)
+
+    def receive(self) -> Iterator[tuple[str, Any]]:
+        """Yield the messages that have come, the last of a connection that ended being its end."""
+        end = ""
+        try:
+            while chunk := self._socket.recv(2**16, socket.MSG_DONTWAIT):
+                self._received += chunk
+            end = "closed"
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            end = "silent" if error.errno in SILENT else "closed"
+        *messages, self._received = self._received.split(b"\n")
+        try:
+            yield from map(json.loads, messages)
+        except ValueError:  # a stranger
+            end = "closed"
+        if end:
+            self.close()
+            yield end, None
+
+    def close(self) -> None:
+        """End the connection; what was sent still arrives."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # processes that were forked have it too
+        self._socket.close()
+
+
+class Hub:
+    """What rank 0 knows of all ranks, by a line to each.
+
+    Args:
+        world_size: Number of ranks.
+
+    Attributes:
+        offer: Its port, and a word by which it knows its ranks.
+        hosts: The ranks of each host.
     """
-    return before.wait == now.wait and (not now.name or now.look >= before.look + 2)
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        try:
+            self._door = socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=world_size
+            )
+        except (OSError, ValueError):  # a system without one of them
+            self._door = socket.create_server(("", 0), backlog=world_size)
+        self._door.setblocking(False)
+        self.offer = self._door.getsockname()[1], uuid4().hex
+        self.hosts: dict[str, list[int]] = {}
+        self._lines: dict[Line, int | None] = {}
+        self._num_missing = world_size
+        self._places: dict[int, Place] = {}
+        self._gone: list[int] = []
+        self._loss: tuple[int, str] | None = None
+        self._suspects: dict[int, int] = {}
+        self._round, self._answers = 0, set[int]()
+        self._end = ""
+
+    @property
+    def ends(self) -> list[Any]:
+        """What messages come from; none when all ranks have gone."""
+        return [*self._lines, self._door] if self._num_missing else [*self._lines]
+
+    def add(self, connection: socket.socket) -> None:
+        """Take messages from a new connection."""
+        self._lines[Line(connection)] = None
+
+    def serve(self) -> None:
+        """Take the messages that have come."""
+        with contextlib.suppress(OSError):  # nobody else is there
+            while self._num_missing:
+                connection, _ = self._door.accept()
+                end_when_silent(connection)
+                self.add(connection)
+        for line in [*self._lines]:
+            for kind, value in line.receive():
+                rank = self._lines[line]
+                if kind in ("closed", "silent"):
+                    del self._lines[line]
+                if rank is not None:
+                    self._take(rank, kind, value)
+                elif kind == "hello" and value[0] == self.offer[1]:
+                    self._welcome(line, value[1])
+        if self._loss is not None:  # now that those who have gone are known
+            rank, error = self._loss
+            silent = self._gone or [r for r in range(self._world_size) if r not in self._places]
+            self._publish(_lost(error, self._places, [r for r in silent if r != rank]))
+
+    def _welcome(self, line: Line, rank: int) -> None:
+        self._lines[line] = rank
+        self._num_missing -= 1
+        if not self._num_missing:
+            self._door.close()
+        if self._end:
+            line.send("end", self._end)
+
+    def _take(self, rank: int, kind: str, value: Any) -> None:
+        """Take a message of a rank."""
+        if kind == "end":
+            self._publish(value)
+        elif kind == "lost":
+            error, place = value
+            self._note(rank, place)
+            self._loss = rank, error
+        elif kind == "silent":
+            ranks = next((ranks for ranks in self.hosts.values() if rank in ranks), [rank])
+            self._publish(_lost_host(ranks), is_news=True)
+        elif kind == "closed":
+            if rank not in self._places or self._places[rank].name:
+                self._note(rank, None)
+                self._gone.append(rank)
+        else:
+            if kind == "answer":
+                number, value = value
+                self._answers |= {rank} if number == self._round else set()
+            self._note(rank, value)
+            self._look_for_deadlock()
+
+    def _note(self, rank: int, place: Any) -> None:
+        self._places.pop(rank, None)
+        if place is not None:
+            self._places[rank] = Place(**place)
+
+    def _look_for_deadlock(self) -> None:
+        """End the run if all ranks are stuck, and have stayed where they were when asked."""
+        waits = {rank: place.wait for rank, place in self._places.items() if place.name}
+        if len(self._places) < self._world_size or not are_stuck(self._places):
+            self._suspects = {}
+        elif waits != self._suspects:
+            self._suspects, self._answers = waits, set()
+            self._round += 1
+            self._send("ask", self._round)
+        elif self._answers == set(waits):
+            self._publish(diverged(self._places), is_news=True)
+
+    def _publish(self, end: str, *, is_news: bool = False) -> None:
+        """End the run on all ranks with an error, unless it has ended."""
+        if not self._end:
+            self._end = end
+            self._send("end", end)
+            if is_news:
+                log.error("%s", end)
+
+    def _send(self, kind: str, value: Any) -> None:
+        for line in self._lines:
+            line.send(kind, value)
+
+
+# -- the watch -------------------------------------------------------------------------------------
 
 
 class Watchdog:
@@ -272,185 +379,191 @@ class Watchdog:
 
     Args:
         collectives: The log of this rank.
-        reports: The ranks' notes; without them nothing is watched.
 
     Attributes:
-        lifelines: The connections that end with a lost host.
+        has_left: Whether this rank is in no run that is watched.
     """
 
-    def __init__(self, collectives: CollectiveLog, reports: Reports | None = None) -> None:
-        self._log, self._reports = collectives, reports
-        self.lifelines: Lifelines | None = None
+    def __init__(self, collectives: CollectiveLog) -> None:
+        self.has_left = True
+        self._log = collectives
+        self._rank, self._neighbors = 0, [0]
+        self._line: Line | None = None
+        self._told = 0
+        self._has_ended = threading.Event()
         self._ended_at: float | None = None
-        # The owner may be collected as garbage, and leave, at any place of any thread, also while
-        # that thread looks: it may then hold this lock, and may hold those of logging.
-        self._mutex = threading.RLock()
-        self._suspects: dict[int, Report] = {}
-        self._has_reported = self._has_left = False
-        self._reads_after = 0.0
         self._looks = 0
         # The collectives begun, and since which look and time there are no more.
         self._quiet = (0, 0, 0.0)
-        if reports is not None:
-            collectives.explain = self.explain
-            _start_to_look()
-            _watchdogs[id(self)] = self
+
+    def join(self, rank: int, world_size: int, exchange: Callable[[Any], list[Any]]) -> None:
+        """Join the run of ``world_size`` ranks; ``exchange`` returns every rank's value."""
+        _start_to_look()
+        hub = Hub(world_size) if rank == 0 else None
+        master = process_groups.master()
+        offers = exchange((own_address(master) if master else "", hub and hub.offer))
+        port, word = offers[0][1]
+        hosts: dict[str, list[int]] = {}
+        for other, (address, _) in enumerate(offers):
+            hosts.setdefault(address, []).append(other)
+        self._rank, self._neighbors = rank, hosts[offers[0][0]]
+        try:
+            if hub is not None:
+                connection, other_end = socket.socketpair()
+                hub.hosts = hosts
+                hub.add(other_end)
+                _hubs.append(hub)
+            else:
+                place = master or "127.0.0.1", port
+                connection = socket.create_connection(place, _ANSWER_SECONDS)
+                end_when_silent(connection)
+        except OSError as error:
+            log.warning("Rank %d is not watched, as it cannot reach rank 0: %s", rank, error)
+            return
+        self._line = Line(connection)
+        self._line.send("hello", (word, rank))
+        self.has_left = False
+        self._log.explain = self.explain
+        _watchdogs[id(self)] = self
 
     # -- where this rank is ----------------------------------------------------------------------
 
-    def place(self) -> Report | None:
-        """Return where this rank waits or may be blocked; ``None`` if neither."""
+    def place(self, patience: float = 0.0) -> Place | None:
+        """Return where this rank has waited, or been blocked, for ``patience`` seconds, if so."""
         self._looks += 1
         before, first_look, since = self._quiet
         if (count := sum(dict(self._log.begun).values())) != before:
             first_look, since = self._looks, monotonic()
         self._quiet = count, first_look, since
+        last = self._log.untagged
         if (waiting := self._log.waiting) is not None:
             collective, caller = waiting.collective, _caller(waiting.frame)
-            number, began = waiting.number, waiting.since
-        elif self._log.untagged is not None and monotonic() - since > QUIET_SECONDS:
-            collective, caller, number, began = self._log.untagged, "", -first_look, since
+            number, since = waiting.number, waiting.since
+        elif last is not None and monotonic() - since > QUIET_SECONDS:
+            collective, caller, number = last, "", -first_look
         else:
             return None
-        last = self._log.untagged
-        return Report(
-            *collective, self._log.step, caller, wait=number, look=self._looks,
-            seconds=monotonic() - began, begun=dict(self._log.begun),
+        if monotonic() - since < patience:
+            return None
+        return Place(
+            *collective, self._log.step, caller, wait=number, begun=dict(self._log.begun),
             queued=(0, "") if last is None else (last.number, last.name),
         )  # fmt: skip
 
     def describe(self, name: str) -> str:
         """Return a description of this rank, which waits for the collective of this name."""
-        return str(Report(name, "", 0, self._log.step, _caller(sys._getframe(1))))
+        return str(Place(name, "", 0, self._log.step, _caller(sys._getframe(1))))
 
     # -- the end of a run ------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
         """Raise the error that ends the run if ``error`` is of a broken connection."""
-        if self._reports is not None and process_groups.is_of_connection(error):
-            self._lose(self._reports, error)
+        if not self.has_left and process_groups.is_of_connection(error):
+            self._lose(error)
             raise RuntimeError(self._log.verdict) from error
 
-    def _lose(self, reports: Reports, error: BaseException) -> None:
+    def _lose(self, error: BaseException) -> None:
         """End the run because a connection has broken, unless it has ended."""
-        had_ended = bool(self._log.verdict)
-        if not had_ended:
-            verdict = ""
-            with contextlib.suppress(RuntimeError):  # the store may be gone, with rank 0
-                places = reports.get()
-                if (here := self.place()) is not None:
-                    places[reports.rank] = here
-                verdict = reports.publish(lost(places, error, reports.world_size))
-            gone = verdict in ("", OVER)
-            # Before anything is given up: a rank that its device lets go must raise it.
-            self._log.verdict = lost({0: "has exited"}, error, 1) if gone else verdict
-            # What a device still sends would never arrive, and the process could not exit.
-            process_groups.give_up_devices()
+        if self._log.verdict:
+            return
+        what = next(iter(str(error).splitlines()), "")
+        if self._line is not None:
+            self._line.send("lost", (what, _sent(self.place())))
+            self._has_ended.wait(_ANSWER_SECONDS)
+        # Before anything is given up: a rank that its device lets go must raise it.
+        if not self._log.verdict:
+            self._log.verdict = _lost(what, {0: "does not answer" if self._line else "has exited"})
+        # What a device still sends would never arrive, and the process could not exit.
+        process_groups.give_up_devices()
 
     def end(self, error: BaseException) -> None:
         """End the run on all ranks because ``error`` ends it on this one.
 
         A broken connection's error is on its way to the user: the run's replaces its text.
         """
-        reports = self._reports
-        if reports is None or self._has_left:
+        if self.has_left:
             return
         if process_groups.is_of_connection(error):
-            self._lose(reports, error)
+            self._lose(error)
             error.__cause__, error.args = RuntimeError(*error.args), (self._log.verdict,)
-        elif not self._log.verdict:
-            with contextlib.suppress(RuntimeError):
-                reports.publish(failed(reports.rank, self._log.step, error))
+        elif not self._log.verdict and self._line is not None:
+            self._line.send("end", _failed(self._rank, self._log.step, error))
+            self._has_ended.wait(_ANSWER_SECONDS)  # until all have been told
 
     def leave(self) -> None:
-        """Report that this rank begins no more collectives, and stop watching it.
+        """Tell that this rank begins no more collectives, and stop watching it.
 
         Collectives that it begins afterwards, with others that have left too, are not watched.
+        Called at any place of any thread when the owner is collected as garbage.
         """
-        self.forget()
-        with self._mutex:
-            if self._reports is not None and not self._has_left:
-                self._leave(self._reports)
-            if self.lifelines is not None:
-                self.lifelines.close()
-
-    def _leave(self, reports: Reports) -> None:
-        self._has_left = True
-        if reports.rank == 0:
-            _left_by_host.append(reports)
-        with contextlib.suppress(RuntimeError):
-            reports.put(Report("", "", 0, self._log.step, begun=dict(self._log.begun)))
-
-    def forget(self) -> None:
-        """Stop watching."""
+        self.has_left = True
         _watchdogs.pop(id(self), None)
+        line, self._line = self._line, None
+        if line is not None and _process == os.getpid():
+            line.send("left", _sent(Place("", "", 0, self._log.step, begun=dict(self._log.begun))))
+            line.close()
 
     # -- the thread ------------------------------------------------------------------------------
 
+    @property
+    def ends(self) -> list[Any]:
+        """What messages come from."""
+        return [] if self._line is None else [self._line]
+
     def look(self) -> None:
-        """Report this rank's place if it has waited for long, and compare it with the others'."""
-        proven = ""
-        with self._mutex:
-            if not self._has_left and self._reports is not None:
-                proven = self._look(self._reports)
-        # Not within the lock, which a rank that leaves takes: to give up connections may last.
-        if proven:
-            log.error("%s", proven)
+        """Answer the hub, tell it where this rank is if it has waited for long, and obey it."""
+        for line in self.ends:
+            for kind, value in line.receive():
+                if kind == "ask":
+                    line.send("answer", (value, _sent(self.place())))
+                elif kind == "end":
+                    self._stop(value)
+                elif kind == "silent":
+                    log.error("%s", end := _lost_host(self._neighbors))
+                    self._stop(end)
+                else:  # rank 0 has left, or exited
+                    self._line = None
+                    self._has_ended.set()
         if self._ended_at is not None:
-            self._obey()
-        elif self._reports is not None and (what := process_groups.failure_on_device()):
-            self._lose(self._reports, dist.DistBackendError(what))
+            self._obey(self._ended_at)
+        elif what := process_groups.failure_on_device():
+            self._stop_for_device(what)
+        else:
+            for line in self.ends:
+                here = self.place(PATIENCE)
+                before, self._told = self._told, here.wait if here else 0
+                if self._told != before:
+                    line.send("place", _sent(here))
 
-    def _look(self, reports: Reports) -> str:
-        """Look, and return the error that ends the run if it is this rank that has proven it."""
-        if self.lifelines is not None and (gone := self.lifelines.lost()):
-            return reports.publish(gone)
-        if end := reports.end:
-            if end != OVER:
-                self._log.verdict, self._ended_at = end, monotonic()
-            self._leave(reports)
-            if end == OVER:
-                self.forget()
-            return ""
-        here = self.place()
-        if here is None or here.seconds < PATIENCE:
-            if self._has_reported:
-                reports.put(None)
-            self._has_reported, self._suspects, self._reads_after = False, {}, 0.0
-            return ""
-        reports.put(here)
-        self._has_reported = True
-        if here.seconds < self._reads_after and not self._suspects:
-            return ""
-        everyone = reports.get()
-        self._reads_after = 2 * here.seconds  # they are as many as there are ranks
-        if len(everyone) < reports.world_size or not are_stuck(everyone):
-            self._suspects = {}
-        elif not self._suspects:
-            self._suspects = everyone
-        elif all(stays(self._suspects[rank], now) for rank, now in everyone.items()):
-            return reports.publish(diverged(everyone))
-        elif any(self._suspects[rank].wait != now.wait for rank, now in everyone.items()):
-            self._suspects = {}
-        return ""
-
-    def cut_off(self) -> None:
-        """End the run on this rank, as the host of the store, which is rank 0's, is lost."""
-        self._has_left = True  # and needs nothing more
-        if self.lifelines is not None and not self._log.verdict:
-            self._log.verdict = self.lifelines.lost_with(0)
-            log.error("%s", self._log.verdict)
+    def _stop(self, end: str) -> None:
+        """End the run on this rank."""
+        self._log.verdict = self._log.verdict or end
         self._ended_at = monotonic()
+        for line in self.ends:
+            line.close()
+        self._line = None
+        self._has_ended.set()
 
-    def _obey(self) -> None:
+    def _stop_for_device(self, what: str) -> None:
+        """End the run because a device has failed: this rank may be blocked by it."""
+        for line in self.ends:
+            line.send("lost", (what, _sent(self.place())))
+        if self._line is None:
+            self._stop(_lost(what, {0: "has exited"}))
+            process_groups.give_up_devices()
+
+    def _obey(self, ended_at: float) -> None:
         """Make this rank's waits raise, also those that the log does not know."""
-        waiting, ended_at = self._log.waiting, self._ended_at
-        assert ended_at is not None
+        waiting = self._log.waiting
         if waiting is not None and monotonic() - waiting.since > TICK:
             process_groups.give_up()
         elif monotonic() - ended_at > GRACE_SECONDS:
             self._ended_at = inf
             process_groups.give_up()
+
+
+def _sent(place: Place | None) -> dict[str, Any] | None:
+    return None if place is None else asdict(place)
 
 
 # -- frames ----------------------------------------------------------------------------------------
@@ -477,8 +590,8 @@ def _is_library(frame: FrameType) -> bool:
 _watchdogs: weakref.WeakValueDictionary[int, Watchdog] = weakref.WeakValueDictionary()
 """By id. Unlike the iteration of a weak set, ``valuerefs`` needs no lock, which a collected owner
 might wait for in the thread that holds it."""
-_left_by_host: list[Reports] = []
-"""The notes of runs that rank 0 has left, and the others may still ask for."""
+_hubs: list[Hub] = []
+"""Those that ranks are connected with; they outlast rank 0's own part in the run."""
 _process = 0
 _ends_groups = False
 
@@ -493,7 +606,7 @@ def _start_to_look() -> None:
     if _process != os.getpid():
         _process = os.getpid()
         _watchdogs.clear()  # of the process that forked this one
-        _left_by_host.clear()
+        _hubs.clear()
         atexit.register(_exit)
         # What multiprocessing forks ends without the above.
         Finalize(None, _exit, exitpriority=0)
@@ -501,7 +614,7 @@ def _start_to_look() -> None:
 
 
 def end_at_exit() -> None:
-    """Destroy all process groups when the process exits, after all ranks have left.
+    """Destroy all process groups when the process exits.
 
     Lightning destroys only NCCL's; gloo threads still alive then occasionally abort the process.
     """
@@ -517,38 +630,32 @@ def _exit() -> None:
     error = getattr(sys, "last_value", None) or sys.exc_info()[1]
     if isinstance(error, SystemExit):
         error = error.__context__ if error.code else None
-    has_failed = error is not None
-    for watchdog in _watched():
-        if error is not None:
-            watchdog.end(error)
-        watchdog.leave()
-    runs, _left_by_host[:] = _left_by_host[:], []
-    deadline = monotonic() + EXIT_SECONDS[not has_failed]
-    for reports in runs:
-        with contextlib.suppress(RuntimeError):
-            if reports.publish(OVER) != OVER:
-                deadline = min(deadline, monotonic() + EXIT_SECONDS[0])
-            reports.wait_until_left(deadline - monotonic())
+    if _process == os.getpid():
+        for watchdog in _watched():
+            if error is not None:
+                watchdog.end(error)
+            watchdog.leave()
     if _ends_groups:
-        process_groups.end(after_error=has_failed)
+        process_groups.end(after_error=error is not None)
 
 
 def _look_now_and_then() -> None:
     while True:
-        sleep(TICK)
-        _look_at_all()
+        ends = [end for hub in _hubs for end in hub.ends]
+        ends += [end for watchdog in _watched() for end in watchdog.ends]
+        with contextlib.suppress(OSError, ValueError, KeyError):  # one is closed meanwhile
+            wait(ends, TICK)
+        try:
+            _look_at_all()
+        except Exception:  # groups may end meanwhile
+            log.debug("A look at the ranks has failed.", exc_info=True)
 
 
 def _look_at_all() -> None:
     # A function of its own: between looks, no local variable may keep a watchdog alive.
+    for hub in [*_hubs]:
+        hub.serve()
+        if not hub.ends:
+            _hubs.remove(hub)
     for watchdog in _watched():
-        try:
-            watchdog.look()
-        except Exception as error:
-            if "timed out" in str(error):
-                watchdog.cut_off()
-                continue
-            # Usually the process that hosts the store has exited, and training with it.
-            level = logging.DEBUG if isinstance(error, RuntimeError) else logging.ERROR
-            log.log(level, "Ranks are no longer watched: %s", error)
-            watchdog.forget()
+        watchdog.look()

@@ -43,7 +43,7 @@ class ReductionOrder:
         self._units = units = sharded.units
         self._control = sharded.comm.control
         num_parameters = sum(len(unit.gradients.parameters) for unit in units)
-        self._control.channel.reserve(len(units) + max(num_parameters, ChangeCheck.NUM_FLAGS))
+        self._control.reserve(len(units) + max(num_parameters, ChangeCheck.NUM_FLAGS))
         self._change_check = ChangeCheck(sharded)
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None

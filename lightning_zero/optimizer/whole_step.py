@@ -194,7 +194,7 @@ class WholeStep(Stepper):
         owners = owners_of(self.way, shapes, self._loads)
         for piece, own, owner in zip(new, ranges, owners, strict=True):
             self._wholes[id(piece)] = Whole(piece, own, owner, self._axis, self._tensor_size)
-        self._control.channel.reserve(len(self._wholes))
+        self._control.reserve(len(self._wholes))
 
     @override
     def member(self, piece: Piece) -> Parameter:

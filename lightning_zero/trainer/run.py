@@ -138,7 +138,7 @@ class Signals:
         self._received[kind] += 1
         # Not one that comes after the others' has been answered.
         if self._received[kind] == self._answered[kind] + 1:
-            self._control.channel.notices[kind] = min(self._received[kind], 255)
+            self._control.notices[kind] = min(self._received[kind], 255)
             launcher = self._trainer.strategy.launcher
             if _KINDS[kind][0] == internals.ANSWERS_END and launcher is not None:
                 launcher.kill(number)  # to ranks that only this process may know of
@@ -151,7 +151,7 @@ class Signals:
 
     def answer(self) -> None:
         """Answer, at the start of a batch, the signals that any rank has received."""
-        for kind, number in enumerate(self._control.channel.noticed):
+        for kind, number in enumerate(self._control.noticed):
             if number > self._answered[kind]:
                 self._answered[kind] = number
                 self._answers[kind](_KINDS[kind][1], None)

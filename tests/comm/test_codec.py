@@ -79,7 +79,7 @@ def _over_ranks(way: dict[str, bool]) -> tuple[list[float], list[float], int, in
     rank, size = comm.mesh.shard.rank, comm.mesh.shard.size
     whole = torch.empty(size * NUMEL, dtype=torch.bfloat16)
     weights.gather(whole, Shards(_values(rank)), unit="w", tag=1).wait()
-    partial_sum = gradients.reduce_buffer(size * NUMEL, torch.float32)
+    partial_sum = comm.transport.reduce_buffer(size * NUMEL, torch.float32)
     partial_sum.tensor.copy_(_values(rank, size * NUMEL))
     out = torch.empty(NUMEL)
     work = gradients.reduce(out, partial_sum, unit="g", tag=2)

@@ -16,28 +16,28 @@ NUMEL = 384
 
 
 def test_neighbours_hold_the_shards_of_one_copy() -> None:
-    mesh = Mesh.of(4, 6, num_shards=3)
-    assert (mesh.shard.ranks, mesh.shard.rank, mesh.shard.size) == ((3, 4, 5), 1, 3)
-    assert (mesh.replicate.ranks, mesh.replicate.rank, mesh.replicate.size) == ((1, 4), 1, 2)
+    mesh = Mesh(4, 6, num_shards=3)
+    assert (mesh.shard.ranks, mesh.shard.rank, mesh.shard.size) == ([3, 4, 5], 1, 3)
+    assert (mesh.replicate.ranks, mesh.replicate.rank, mesh.replicate.size) == ([1, 4], 1, 2)
     assert mesh.size == 6
-    everyone = Mesh.of(4, 6)
-    assert (everyone.shard.ranks, everyone.replicate.ranks) == (tuple(range(6)), (4,))
+    everyone = Mesh(4, 6)
+    assert (everyone.shard.ranks, everyone.replicate.ranks) == ([*range(6)], [4])
 
 
 def test_neighbours_hold_the_parts_of_one_tensor_parallel_group() -> None:
-    mesh = Mesh.of(4, 6, tensor_size=2)
+    mesh = Mesh(4, 6, tensor_size=2)
     assert mesh.tensor is not None
-    assert (mesh.tensor.ranks, mesh.tensor.rank, mesh.tensor.size) == ((4, 5), 0, 2)
-    assert (mesh.shard.ranks, mesh.shard.rank, mesh.shard.size) == ((0, 2, 4), 2, 3)
-    assert (mesh.replicate.ranks, mesh.size) == ((4,), 3)
-    assert Mesh.of(4, 6).tensor is None
+    assert (mesh.tensor.ranks, mesh.tensor.rank, mesh.tensor.size) == ([4, 5], 0, 2)
+    assert (mesh.shard.ranks, mesh.shard.rank, mesh.shard.size) == ([0, 2, 4], 2, 3)
+    assert (mesh.replicate.ranks, mesh.size) == ([4], 3)
+    assert Mesh(4, 6).tensor is None
 
 
 def test_ranks_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(ValueError, match=r"tensor-parallel ranks that divides the 6 ranks, got 4"):
-        Mesh.of(0, 6, tensor_size=4)
+        Mesh(0, 6, tensor_size=4)
     with pytest.raises(ValueError, match=r"shards that divides the 6 ranks, got 4"):
-        Mesh.of(0, 6, num_shards=4)
+        Mesh(0, 6, num_shards=4)
 
 
 def _summand(rank: int) -> torch.Tensor:
@@ -64,7 +64,10 @@ def _over_two_axes(way: str) -> list[dict[tuple[str, str], int]]:
     comm.transport.gather(whole, master, unit="weights", tag=2).wait()
     torch.testing.assert_close(whole, total, rtol=0, atol=0)
     comm.fence(SyncPoint.REFRESH)
-    sent = [dict(transport.ledger.elements) for transport in comm.transports.values()]
+    sent = [
+        {key: one.elements for key, one in transport.ledger.total.items()}
+        for transport in comm.transports.values()
+    ]
     for transport in comm.transports.values():
         transport.release()
     comm.control.leave()

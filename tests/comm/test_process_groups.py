@@ -132,11 +132,11 @@ def test_weights_and_gradients_go_before_computation_and_keep_the_time_limit(
 def test_gloo_connects_ranks_by_the_way_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
     variable = "GLOO_SOCKET_IFNAME"
     monkeypatch.delenv(variable, raising=False)
-    assert hosts._interface_of(hosts._own_address("127.0.0.1")) == "lo"
+    assert hosts.interface_of(hosts.own_address("127.0.0.1")) == "lo"
     with towards("127.0.0.1"):
         assert variable not in os.environ, "one host: gloo's own choice"
-    monkeypatch.setattr(hosts, "_own_address", lambda _: "10.0.0.7")
-    monkeypatch.setattr(hosts, "_interface_of", {"10.0.0.7": "ib0"}.get)
+    monkeypatch.setattr(hosts, "own_address", lambda _: "10.0.0.7")
+    monkeypatch.setattr(hosts, "interface_of", {"10.0.0.7": "ib0"}.get)
     with towards("node0"):
         assert os.environ[variable] == "ib0"
     assert variable not in os.environ

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
+import socket
 import time
 import weakref
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -13,21 +16,20 @@ import torch.distributed as dist
 from pytest_mock import MockerFixture
 
 from lightning_zero.comm import Control, SyncPoint, process_groups, watchdog
-from lightning_zero.comm import control as control_module
-from lightning_zero.comm.watchdog import Report, are_stuck
+from lightning_zero.comm.watchdog import Hub, Line, Place, are_stuck
 from tests.oracle.launch import run_script
 from tests.oracle.ranks import Pools, RankError, impatient
 
 # ---------------------------------------------------------------------------- the proof
 
 
-def at(name: str, number: int, *, wait: int = 1, look: int = 1, **begun: int) -> Report:
-    return Report(name, name, number, 0, "train.py:1", wait, look, 9.0, begun)
+def at(name: str, number: int, *, wait: int = 1, **begun: int) -> Place:
+    return Place(name, name, number, 0, "train.py:1", wait, begun)
 
 
-def queued(name: str, number: int, **begun: int) -> Report:
+def queued(name: str, number: int, **begun: int) -> Place:
     """A message without a tag."""
-    return Report(
+    return Place(
         name, "gather", number, 0, begun={"gather": number, **begun}, queued=(number, name)
     )
 
@@ -54,8 +56,67 @@ def queued(name: str, number: int, **begun: int) -> Report:
         ([queued("x", 2), queued("x", 2)], False),
     ],
 )
-def test_when_ranks_are_stuck(everyone: list[Report], is_proven: bool) -> None:
+def test_when_ranks_are_stuck(everyone: list[Place], is_proven: bool) -> None:
     assert are_stuck(dict(enumerate(everyone))) is is_proven
+
+
+class Ranks:
+    """The ends of two ranks' lines to a hub."""
+
+    def __init__(self) -> None:
+        self.hub = Hub(2)
+        self.hub.hosts = {"a": [0], "b": [1]}
+        pairs = [socket.socketpair() for _ in range(2)]
+        self.lines = [Line(ours) for ours, _ in pairs]
+        for rank, (_, theirs) in enumerate(pairs):
+            self.hub.add(theirs)
+            self.say(rank, "hello", (self.hub.offer[1], rank))
+
+    def say(self, rank: int, kind: str, value: Any) -> list[tuple[str, Any]]:
+        """Send a message to the hub; return what it sends to that rank."""
+        self.lines[rank].send(kind, asdict(value) if isinstance(value, Place) else value)
+        self.hub.serve()
+        return [(kind, value) for kind, value in self.lines[rank].receive()]
+
+
+def test_a_deadlock_is_proven_by_ranks_that_stay_where_they_were_when_asked() -> None:
+    ranks, a, b = Ranks(), at("a", 1, a=1), at("b", 1, b=1)
+    assert ranks.say(0, "place", a) == []
+    assert ranks.say(1, "place", b) == [("ask", 1)]
+    assert ranks.say(0, "answer", (1, asdict(a))) == [("ask", 1)]
+    later = at("b", 2, wait=2, b=2)  # it had gone on
+    assert ranks.say(1, "answer", (1, asdict(later))) == [("ask", 2)]
+    assert ranks.say(1, "answer", (2, asdict(later))) == []
+    assert ranks.say(0, "answer", (1, asdict(a))) == [("ask", 2)], "an old answer proves nothing"
+    [(kind, text)] = ranks.say(0, "answer", (2, asdict(a)))
+    assert kind == "end"
+    assert "diverged: rank 0 waits in step 0 for a (called at train.py:1); rank 1 waits" in text
+    assert ranks.say(1, "end", "another error comes too late") == [("end", text)]
+
+
+def test_a_rank_that_goes_on_is_not_asked() -> None:
+    ranks = Ranks()
+    ranks.say(0, "place", at("a", 1, a=1))
+    ranks.say(0, "place", None)
+    assert ranks.say(1, "place", at("b", 1, b=1)) == []
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_who_has_gone_is_named(is_gone: bool) -> None:
+    ranks = Ranks()
+    if is_gone:
+        ranks.lines[1].close()
+    [(_, text)] = ranks.say(0, "lost", ("closed by peer", asdict(at("a", 1))))
+    assert re.search(r"has failed \(closed by peer\).*rank 0 waits .*no report from rank 1\.", text)
+
+
+def test_strangers_are_not_heard() -> None:
+    ranks = Ranks()
+    for words in (b"GET / HTTP/1.1\n", b'["hello", ["x", 1]]\n["end", "no"]\n'):
+        ours, theirs = socket.socketpair()
+        ranks.hub.add(theirs)
+        ours.sendall(words)
+        assert ranks.say(0, "place", None) == []
 
 
 # ---------------------------------------------------------------------------- the end of a run
@@ -70,24 +131,23 @@ def given_up(mocker: MockerFixture) -> list[str]:
     return found
 
 
-def watched(mocker: MockerFixture) -> tuple[Any, Any, watchdog.Watchdog]:
-    reports: Any = mocker.Mock(end="", rank=1, world_size=2)
-    reports.get.return_value = {}
-    reports.publish.side_effect = lambda end: reports.end or end
+def watched() -> tuple[Any, Line, watchdog.Watchdog]:
+    """A log, the hub's end of a line, and a watchdog that only the test looks with."""
     log = Control(alone=True).log
-    watch = watchdog.Watchdog(log, reports)
-    watch.forget()  # the thread looks at it no more, but this test
-    return log, reports, watch
+    watch = watchdog.Watchdog(log)
+    ours, theirs = socket.socketpair()
+    watch._line, watch.has_left, log.explain = Line(ours), False, watch.explain
+    return log, Line(theirs), watch
 
 
 def test_a_rank_that_waits_nowhere_gives_up_its_connections_once(
     mocker: MockerFixture, given_up: list[str]
 ) -> None:
     now = mocker.patch.object(watchdog, "monotonic", return_value=0.0)
-    log, reports, watch = watched(mocker)
+    log, hub, watch = watched()
     now.return_value = 100.0  # long in the run: patience begins with its end
     watch.look()
-    reports.end = "the verdict"
+    hub.send("end", "the verdict")
     watch.look()
     with pytest.raises(RuntimeError, match="the verdict"):
         log.begin("a gather")
@@ -98,21 +158,17 @@ def test_a_rank_that_waits_nowhere_gives_up_its_connections_once(
     watch.look()
     watch.look()
     assert given_up == ["give_up"]
-    assert reports.put.call_args.args[0].name == "", "it asks the store for nothing more"
 
 
-def test_a_broken_connection_ends_the_run(mocker: MockerFixture, given_up: list[str]) -> None:
+def test_a_broken_connection_ends_the_run(given_up: list[str]) -> None:
     """Messages on a device never end without the lost rank, and would keep this one from ending."""
-    log, reports, _ = watched(mocker)
-    reports.get.return_value = {1: at("a", 1)}
+    log, hub, watch = watched()
+    hub.close()
+    watch.look()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"has failed .*rank 1 waits .*report from rank 0"):
+        with pytest.raises(RuntimeError, match=r"has failed \(Connection .*rank 0 has exited"):
             log.explain(dist.DistError("Connection closed by peer"))
     assert given_up == ["give_up_devices"]
-    log, reports, _ = watched(mocker)
-    reports.get.side_effect = RuntimeError("Broken pipe")
-    with pytest.raises(RuntimeError, match=r"has failed .*rank 0 has exited"):
-        log.explain(dist.DistError("Connection closed by peer"))
     log.explain(ValueError("another error is no fault of a connection"))
 
 
@@ -120,11 +176,14 @@ def test_what_the_backend_of_a_device_reports_ends_the_run(
     mocker: MockerFixture, given_up: list[str]
 ) -> None:
     """Its thread sees a peer go while this rank is blocked, in a place that no log knows."""
-    failures = ["", "ProcessGroupNCCL reports COMM_ERROR"]
+    failures = ["", *["ProcessGroupNCCL reports COMM_ERROR"] * 2]
     mocker.patch.object(process_groups, "failure_on_device", side_effect=failures)
-    log, _, watch = watched(mocker)
+    log, hub, watch = watched()
     watch.look()
-    assert not log.verdict
+    assert [*hub.receive()] == []
+    watch.look()
+    assert [*hub.receive()] == [["lost", ["ProcessGroupNCCL reports COMM_ERROR", None]]]
+    hub.close()  # it was rank 0 that has gone
     watch.look()
     assert given_up == ["give_up_devices"]
     with pytest.raises(RuntimeError, match="ProcessGroupNCCL reports COMM_ERROR"):
@@ -179,10 +238,10 @@ def _diverge_when_an_owner_was_collected() -> None:
     left, control = Control(), Control()
     place, owner = watchdog.Watchdog.place, _Owner(left)
 
-    def collecting(watch: watchdog.Watchdog) -> Any:
+    def collecting(watch: watchdog.Watchdog, *patience: float) -> Any:
         if watch is left.watchdog:
             gc.collect()
-        return place(watch)
+        return place(watch, *patience)
 
     gc.disable()
     try:
@@ -195,22 +254,9 @@ def _diverge_when_an_owner_was_collected() -> None:
         gc.enable()
 
 
-@impatient
-def _diverge_when_a_rank_counted_otherwise() -> None:
-    if dist.get_rank():
-        control_module._last_number += 1  # as if it had begun one that the other did not
-    control = Control()
-    if control.rank:
-        control.broadcast_object("another value")
-    control.call(SyncPoint.STEP).wait()
-
-
-@pytest.mark.parametrize(
-    "how", [_diverge_when_an_owner_was_collected, _diverge_when_a_rank_counted_otherwise]
-)
-def test_all_are_watched(ranks: Pools, how: Any) -> None:
+def test_all_are_watched_when_an_owner_was_collected(ranks: Pools) -> None:
     with pytest.raises(RankError) as error:
-        ranks(2).run(how, timeout=30.0)
+        ranks(2).run(_diverge_when_an_owner_was_collected, timeout=30.0)
     assert str(error.value).count("The ranks have diverged") >= 2
 
 
@@ -226,7 +272,7 @@ restore = ShardedModel.restore
 def late(self):
     restore(self)
     if self.comm.control.rank:
-        time.sleep(float(sys.argv[1]))  # rank 0, which hosts the store, is ready to exit
+        time.sleep(float(sys.argv[1]))  # rank 0, which hosts the store, exits
 
 ShardedModel.restore = late
 make_trainer("zero3", devices=2, max_steps=2).fit(Regression(), rows())
@@ -279,3 +325,4 @@ def test_an_exception_in_the_loop_of_a_user_of_fabric(how: str, text: str) -> No
     if how == "raises":
         assert "ArithmeticError: in the user's own loop\n" in output
     assert "finished training" not in output
+    assert "[c10d]" not in output

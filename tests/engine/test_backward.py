@@ -171,7 +171,7 @@ def sync_points_of_autograd_grad(stage: int) -> list[Any]:
     if engine.comm.control.rank == 0 and stage < 3:  # not a collective any more
         differentiate(loss, x)
     differentiate(square(engine.module, x), [x, *engine.module.parameters()])
-    found += [verb for _, verb in engine.comm.transport.ledger.elements if verb == "reduce"]
+    found += [verb for _, verb in engine.comm.transport.ledger.total if verb == "reduce"]
     engine.close()
     return found
 

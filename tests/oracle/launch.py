@@ -7,6 +7,7 @@ interpreters, each of which costs seconds.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import io
@@ -18,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import uuid
@@ -31,6 +33,7 @@ from tests.oracle.forks import ROOT, Process, server, without_pytest
 from tests.oracle.ranks import loopback
 
 MARK = "LIGHTNING_ZERO_TEST"
+REST_SECONDS = 20.0
 Started = subprocess.Popen[bytes] | Process
 FORGET = """
 import sys
@@ -160,6 +163,7 @@ def run_python(
 ) -> Finished:
     """Run `python <command>` for each command, all at the same time, to the last one's end.
 
+    Interpreters that they have started are given some time to end too.
     With several commands the code is the first that is not 0, and outputs follow one another.
     `env` has variables to add, for all commands or for each.
     """
@@ -189,6 +193,9 @@ def run_python(
         in_time = _wait(processes, timeout)
         if not in_time:
             _abort(mark, processes)
+        deadline = time.monotonic() + REST_SECONDS
+        while _tree(mark, processes) and time.monotonic() < deadline:
+            time.sleep(0.02)
         codes = [process.poll() for process in processes]
         code = next((code for code in codes if code), 0)
         finished = Finished(code, _read(folder, "*.out"), _read(folder, "*.err"))
@@ -246,9 +253,13 @@ def _be_python(connection: Connection, command: list[str], errors: str, cwd: Pat
         if not (end.code is None or isinstance(end.code, int)):
             print(end.code, file=sys.stderr)
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        sys.last_value = error
         code = 1
+    # As an interpreter ends, but for the tests' own threads and memory.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

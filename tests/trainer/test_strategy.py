@@ -117,7 +117,7 @@ def _end_in_spite_of_errors() -> None:
         strategy, comm = trainer.strategy, breaks.comm
         assert strategy.engine.is_closed
         assert strategy.checkpoint_io.was_told
-        assert comm.control.watchdog._has_left
+        assert comm.control.watchdog.has_left
         # The Trainer answers signals by itself again.
         assert not {"_sigterm_notifier_fn"} & set(vars(trainer._signal_connector))
         if broken == "weights":
