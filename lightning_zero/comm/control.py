@@ -40,7 +40,7 @@ from lightning_zero.comm.process_groups import (
     last_works,
     new_group_of_hosts,
 )
-from lightning_zero.comm.watchdog import GRADIENT, TOUCH, Watchdog, diverged
+from lightning_zero.comm.watchdog import GRADIENT, TOUCH, Watchdog, diverged, listed
 from lightning_zero.tensors import Scratch, Work, lasting_tensors, runs_outside, unseen
 
 
@@ -201,17 +201,10 @@ class PendingSync:
             yield from works
             torch.maximum(message, received, out=message)
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Return every rank's ``value``; a collective, after all have waited."""
-        values: list[Any] = [None] * self._control.world_size
-        with self._control.log.at(self._name):
-            dist.all_gather_object(values, value, group=self._control.group)
-        return values
-
     def _refuse(self) -> NoReturn:
         """Raise an error with every rank's place; all are here, though after different events."""
         control = self._control
-        places = self.exchange((control.watchdog.describe(self._name), self._events))
+        places = control.gather_objects((control.watchdog.describe(self._name), self._events))
         where = [place for place, _ in places]
         for events in zip_longest(*(events for _, events in places), fillvalue="nothing more"):
             if len(set(events)) > 1:
@@ -510,7 +503,7 @@ def require_room(scratch: Scratch, nbytes: int, control: Control, what: str) -> 
 def _ranks(ranks: list[int], control: Control) -> str:
     if control.world_size == 1 or len(ranks) == control.world_size:
         return ""
-    return f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: "
+    return f"on {listed(ranks)}: "
 
 
 def _message(error: Exception) -> str:

@@ -158,13 +158,13 @@ def _lost(error: str, places: Mapping[int, object], silent: Sequence[int] = ()) 
     return (
         f"A connection between ranks has failed ({error}). A rank was killed, ran out of memory, or"
         " exited without an error: the launcher's output or the system log names it"
-        f"{where}{f'; no report from {_ranks(silent)}' if silent else ''}."
+        f"{where}{f'; no report from {listed(silent)}' if silent else ''}."
     )
 
 
 def _lost_host(ranks: Sequence[int]) -> str:
     return (
-        f"The host of {_ranks(ranks)} is lost: it has not answered for {LOST_SECONDS} s. Its power"
+        f"The host of {listed(ranks)} is lost: it has not answered for {LOST_SECONDS} s. Its power"
         " or its network has failed."
     )
 
@@ -182,7 +182,8 @@ def _failed(rank: int, step: int, error: BaseException) -> str:
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Return the text for several ranks."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

@@ -87,7 +87,9 @@ class ReductionOrder:
             assert self._work is not None
             maxima = self._work.wait()
             has_turn = maxima[ChangeCheck.NUM_FLAGS :]
-            self._change_check.compare(maxima[: ChangeCheck.NUM_FLAGS], self._work.exchange)
+            self._change_check.compare(
+                maxima[: ChangeCheck.NUM_FLAGS], self._control.gather_objects
+            )
             self._left = [
                 unit
                 for unit in self._order
