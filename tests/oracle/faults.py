@@ -288,6 +288,10 @@ def be_rank(connection: Connection, rank: int, patience: int, job: Job, folder: 
     threading.Thread(target=_live_as_long_as_the_test, daemon=True).start()
     torch.set_num_threads(1)
     timeout = timedelta(seconds=patience)
+    here = [Path(folder) / f"{one}.here" for one in range(world)]
+    here[rank].touch()
+    while not all(file.exists() for file in here):  # before patience begins
+        time.sleep(0.01)
     store = _store(rank, world, Path(folder) / "port")
     kind = "cuda" if job.way == NCCL else "cpu"
     join(kind, store=store, rank=rank, world_size=world, timeout=timeout)
