@@ -51,10 +51,8 @@ from lightning_zero.optimizer import (
     OptimizerHooks,
     RoundedStep,
     UnitStep,
-    are_torn,
     clip,
-    end,
-    require_whole_steps,
+    stepper_of,
 )
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Settings
@@ -286,12 +284,15 @@ class Engine:
     def require_whole(self) -> None:
         """Raise a ``RuntimeError`` if a load or an optimizer's step has ended half-way."""
         self._step.require_whole()
-        require_whole_steps(self.sharded.optimizers)
+        for stepper in map(stepper_of, self.sharded.optimizers):
+            if stepper.is_torn:
+                stepper.check()
 
     @property
     def is_torn(self) -> bool:
         """Return whether a load or an optimizer's step has ended half-way, on this rank."""
-        return self._step.is_torn or are_torn(self.sharded.optimizers)
+        steppers = map(stepper_of, self.sharded.optimizers)
+        return self._step.is_torn or any(stepper.is_torn for stepper in steppers)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -334,7 +335,7 @@ class Engine:
         for wrapped in reversed(self._wrapped):
             wrapped.remove()
         for optimizer in self.sharded.optimizers:
-            end(optimizer)
+            stepper_of(optimizer).comm = None  # what needs the engine raises from now on
         self._step.is_closed = True
         for flat in self.sharded.flats:
             flat.let_go()

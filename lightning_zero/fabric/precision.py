@@ -26,7 +26,6 @@ from lightning_zero.optimizer import (
     clip,
     members,
     parameter_of,
-    pieces_of,
 )
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import RECIPES, Recipe
@@ -231,10 +230,9 @@ def grads_of(
     optimizer: Optimizer, find_piece: FindPiece | None
 ) -> tuple[list[Piece], list[Tensor]]:
     """Return an optimizer's pieces, and the gradients of its parameters of no module."""
-    pieces = pieces_of(optimizer, find_piece)
-    sharded = {id(piece.parameter) for piece in pieces}
-    held = map(parameter_of, members(optimizer))
-    grads = [p.grad for p in held if id(p) not in sharded and p.grad is not None]
+    held = members(optimizer, find_piece)
+    pieces = [one for one in held if isinstance(one, Piece)]
+    grads = [p.grad for p in held if not isinstance(p, Piece) and p.grad is not None]
     return pieces, grads
 
 

@@ -21,7 +21,6 @@ from lightning_zero.optimizer import (
     members,
     owners_of,
     parameter_of,
-    pieces_of,
     state_bytes,
     stepper_of,
     verdict_of,
@@ -97,7 +96,7 @@ class OptimizerStates:
     def against_units(self) -> str:
         """Why an optimizer cannot be stepped unit by unit; empty if all can."""
         for optimizer in self._optimizers:
-            if not pieces_of(optimizer):  # else an engine already steps it
+            if not stepper_of(optimizer).pieces:  # else an engine already steps it
                 try:
                     verdict_of(optimizer, choices=self._choices, by_unit=True)
                 except ValueError as error:
@@ -108,7 +107,7 @@ class OptimizerStates:
     def _ways(self) -> list[Way]:
         return [
             stepper_of(one).way  # as an engine steps it already
-            if pieces_of(one)
+            if stepper_of(one).pieces
             else verdict_of(one, choices=self._choices).way
             for one in self._optimizers
         ]

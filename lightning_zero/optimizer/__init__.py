@@ -29,12 +29,8 @@ from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import FindPiece, owned, parameter_of
 from lightning_zero.optimizer.staging import FileStep
 from lightning_zero.optimizer.steppers import (
-    are_torn,
-    end,
     kept_states,
     members,
-    pieces_of,
-    require_whole_steps,
     stepper_of,
 )
 from lightning_zero.optimizer.toys import StateBytes, state_bytes, whole_state_bytes, wraps_states

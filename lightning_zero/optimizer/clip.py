@@ -158,18 +158,13 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state under the names that ``torch.amp.GradScaler`` uses."""
-        return {
-            "scale": self.scale,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-            "_growth_tracker": self.num_good_steps,
-        }
+        return {key: getattr(self, name) for key, name in _KEYS.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over a state written by this class or by ``torch.amp.GradScaler``."""
-        self.scale = state["scale"]
-        self.growth_factor = state["growth_factor"]
-        self.backoff_factor = state["backoff_factor"]
-        self.growth_interval = state["growth_interval"]
-        self.num_good_steps = state["_growth_tracker"]
+        for key, name in _KEYS.items():
+            setattr(self, name, state[key])
+
+
+_SETTINGS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+_KEYS = {**{name: name for name in _SETTINGS}, "_growth_tracker": "num_good_steps"}

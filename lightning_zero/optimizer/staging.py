@@ -22,7 +22,7 @@ other, so its place is still one range::
 
 Buffers, each with memory for one batch, take turns. Each is read to, stepped in, written from, and
 read to again as soon as it is written, so that the disk never waits for the step while it has work
-left. They exist only during a step::
+left. They exist only during a step. With each read the pages of mapped masters are brought in::
 
     buffer 0    read 0 | step 0 | write 0 | read 3 | step 3 | ...
     buffer 1    read 1          | step 1  | write 1 | read 4 | ...
@@ -53,6 +53,7 @@ from lightning_zero.tensors import (
     CHUNK_BYTES,
     NUM_BUFFERS,
     PAGE,
+    Buffer,
     Job,
     Scratch,
     StagedFile,
@@ -69,9 +70,6 @@ _BATCH_BYTES = CHUNK_BYTES
 """The most bytes of pieces in a batch: one request for each of their states. In larger batches the
 pages of memory cost more than they gain."""
 
-_NUM_AHEAD = 2
-"""How many batches ahead pages of masters are brought in: they may be dropped before their use."""
-
 Entry = tuple[str, torch.dtype]
 """The name of an entry of states, and its dtype."""
 
@@ -83,6 +81,15 @@ class Block(NamedTuple):
     file: StagedFile
     first: int
     nbytes: int
+
+    def view(self, memory: Buffer, place: int) -> Tensor:
+        """Return the elements, which lie in memory from byte ``place`` on."""
+        dtype = self.entry[1]
+        return memory.view(place, self.nbytes // dtype.itemsize, dtype)
+
+
+Staged = Mapping[Entry, tuple[int, Tensor]]
+"""The blocks of a batch in memory, by entry, each with its first element in the file."""
 
 
 class StateFiles:
@@ -140,37 +147,17 @@ class StateFiles:
         return [Block(entry, file, first, numel * entry[1].itemsize) for entry, file in files]
 
 
-class StagingBuffer(StagingMemory):
-    """Memory for the blocks of one batch."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self._blocks: Mapping[Entry, tuple[Block, int]] = {}
-
-    def view_of(self, entry: Entry, first: int, numel: int) -> Tensor | None:
-        """Return elements from ``first`` of a file on; ``None`` if its block was not read."""
-        if entry not in self._blocks:
-            return None
-        block, place = self._blocks[entry]
-        return self.view(place + (first - block.first) * entry[1].itemsize, numel, entry[1])
-
-    def read(self, blocks: Sequence[Block], threads: Threads) -> None:
-        """Start to read blocks once the buffer's previous ones are written."""
-        places = accumulate((block.nbytes for block in blocks), initial=0)
-        pairs = zip(blocks, places, strict=False)
-        self._blocks = {block.entry: (block, place) for block, place in pairs}
-        self.start(threads, self._requests(StagedFile.read))
-
-    def write(self, threads: Threads) -> None:
-        """Start to write what was read."""
-        self.start(threads, self._requests(StagedFile.write))
-
-    def _requests(self, request: Callable[[StagedFile, int, memoryview], None]) -> Iterator[Job]:
-        for block, place in self._blocks.values():
-            begin = block.first * block.entry[1].itemsize
-            for start in range(0, block.nbytes, CHUNK_BYTES):
-                part = self.part(place + start, min(CHUNK_BYTES, block.nbytes - start))
-                yield partial(request, block.file, begin + start, part)
+def _requests(
+    request: Callable[[StagedFile, int, memoryview], None], blocks: Sequence[Block], memory: Buffer
+) -> Iterator[Job]:
+    """Yield the requests that read blocks to memory, or write them from it."""
+    place = 0
+    for block in blocks:
+        begin = block.first * block.entry[1].itemsize
+        for start in range(0, block.nbytes, CHUNK_BYTES):
+            part = memory.part(place + start, min(CHUNK_BYTES, block.nbytes - start))
+            yield partial(request, block.file, begin + start, part)
+        place += block.nbytes
 
 
 class FileStep(UnitStep):
@@ -182,7 +169,7 @@ class FileStep(UnitStep):
         self._files: dict[Piece, StateFiles] = {}
         self._readers, self._writers = Threads("fetch"), Threads("flush")
         self._faults = Threads("fault")
-        self._buffer: StagingBuffer | None = None
+        self._in_memory: Staged = {}
 
     @property
     def place(self) -> str:  # type: ignore[override]
@@ -255,11 +242,11 @@ class FileStep(UnitStep):
             self._bring_to_rest()
             return
         with contextlib.closing(self._staged(batches)) as staged:
-            for self._buffer, batch in zip(staged, batches, strict=True):
+            for self._in_memory, batch in zip(staged, batches, strict=True):
                 yield batch
 
-    def _staged(self, batches: Sequence[Sequence[Part]]) -> Generator[StagingBuffer, None, None]:
-        """Yield a buffer with the states of each batch, and write it behind the batch's step.
+    def _staged(self, batches: Sequence[Sequence[Part]]) -> Generator[Staged, None, None]:
+        """Yield each batch's states in memory, and write them to files behind the batch's step.
 
         Raises:
             MemoryError: There is none for the buffers.
@@ -273,27 +260,33 @@ class FileStep(UnitStep):
         for verb in ("read", "write"):
             times.note("optimizer", verb, sum(sizes), 1)
         try:
-            buffers = [StagingBuffer(most) for _ in range(number)]
+            buffers = [StagingMemory(most) for _ in range(number)]
         except OSError as error:
             raise MemoryError(
                 "Not enough memory for a step from files, which stages the states of"
                 f" {number} batches at a time: {number} x {most:,} bytes."
             ) from error
         self.is_torn = True  # until all is written
+
+        def read(at: int) -> None:
+            if at < len(batches):
+                buffer = buffers[at % number]
+                buffer.start(self._readers, _requests(StagedFile.read, blocks[at], buffer))
+                self._faults.start(partial(fault_in, self._masters_of(batches[at])))
+
         try:
-            for buffer, own in zip(buffers, blocks, strict=False):
-                buffer.read(own, self._readers)
-            for at in range(-_NUM_AHEAD, len(batches)):
-                for batch in batches[at + _NUM_AHEAD :][:1]:
-                    self._faults.start(partial(fault_in, self._masters_of(batch)))
-                if at < 0:
-                    continue
+            for at in range(number):
+                read(at)
+            for at, own in enumerate(blocks):
                 buffer = buffers[at % number]
                 self._wait(buffer.ends)
-                yield buffer
-                buffer.write(self._writers)
-                for own in blocks[at + number :][:1]:
-                    buffer.read(own, self._readers)
+                places = accumulate((block.nbytes for block in own), initial=0)
+                yield {
+                    block.entry: (block.first, block.view(buffer, place))
+                    for block, place in zip(own, places, strict=False)
+                }
+                buffer.start(self._writers, _requests(StagedFile.write, own, buffer))
+                read(at + number)
         finally:
             try:
                 self._wait([end for buffer in buffers for end in buffer.ends])
@@ -322,8 +315,12 @@ class FileStep(UnitStep):
         return staged
 
     def _staged_view(self, part: Part, entry: Entry) -> Tensor | None:
-        assert self._buffer is not None
-        return self._buffer.view_of(entry, self._files[part.piece].place(part), part.numel)
+        """Return an entry of a part in memory; ``None`` if no file had it when the step began."""
+        if entry not in self._in_memory:
+            return None
+        first, values = self._in_memory[entry]
+        start = self._files[part.piece].place(part) - first
+        return values[start : start + part.numel]
 
     @override
     def rested(self, part: Part, stand_in: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:

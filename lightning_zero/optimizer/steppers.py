@@ -282,34 +282,17 @@ def stepper_of(optimizer: Optimizer) -> Stepper:
     return found if isinstance(found, Stepper) else Stepper(optimizer)
 
 
-def are_torn(optimizers: Iterable[Optimizer]) -> bool:
-    """Return whether a step of one of them ended half-way, on this rank."""
-    return any(stepper_of(optimizer).is_torn for optimizer in optimizers)
+def members(optimizer: Optimizer, find_piece: FindPiece | None = None) -> list[Parameter]:
+    """Return the pieces, and parameters of no engine, that an optimizer steps, in order.
 
-
-def require_whole_steps(optimizers: Iterable[Optimizer]) -> None:
-    """Raise a ``RuntimeError`` if a step of one of them ended half-way."""
-    for stepper in map(stepper_of, optimizers):
-        if stepper.is_torn:
-            stepper.check()
-
-
-def pieces_of(optimizer: Optimizer, find_piece: FindPiece | None = None) -> list[Piece]:
-    """Return the pieces of the parameters that an optimizer holds.
-
-    With ``find_piece``, include those of parameters that were added since its last step.
+    With ``find_piece``, parameters that were added since its last step are pieces, too.
     """
-    found = [
-        one if isinstance(one, Piece) or find_piece is None else find_piece(one)
-        for one in members(optimizer)
-    ]
-    return [one for one in found if isinstance(one, Piece)]
-
-
-def members(optimizer: Optimizer) -> list[Parameter]:
-    """Return the pieces, and parameters of no engine, that an optimizer steps, in order."""
     found = stepper_of(optimizer).found
-    return [found.get(id(member), member) for member in held_by(optimizer)]
+    held = [found.get(id(member), member) for member in held_by(optimizer)]
+    if find_piece is None:
+        return held
+    new = [None if isinstance(one, Piece) else find_piece(one) for one in held]
+    return [one if piece is None else piece for one, piece in zip(held, new, strict=True)]
 
 
 def kept_states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Any]]:
@@ -324,11 +307,6 @@ def kept_states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Any]]:
 # -- optimizers whose run has ended, in another run ------------------------------------------------
 
 
-def end(optimizer: Optimizer) -> None:
-    """Note that the run has ended: what needs its engine raises from now on."""
-    stepper_of(optimizer).comm = None
-
-
 def take_over(
     optimizer: Optimizer, find_piece: FindPiece, stepper: Stepper, comm: Communicator
 ) -> None:
@@ -340,8 +318,8 @@ def take_over(
         ValueError: On any rank, its parts or the way in which it steps are not those of this run.
     """
     before = stepper_of(optimizer)
-    pairs = [(old, find_piece(old.parameter)) for old in pieces_of(optimizer)]
-    pairs = [(old, new) for old, new in pairs if old is not new]
+    held = [one for one in members(optimizer) if isinstance(one, Piece)]
+    pairs = [(old, new) for old in held if (new := find_piece(old.parameter)) is not old]
     taken = [(old, new) for old, new in pairs if new is not None]
     if not pairs:
         return

@@ -43,7 +43,6 @@ class Whole:
         ranges: The first element of each rank's piece, and one past its last.
         owner: The rank that steps it; ``None`` if all do.
         axis: The ranks that have parts of the model; all numbers of ranks are along it.
-        tensor_size: Ranks over which tensor parallelism cuts parameters.
 
     Attributes:
         member: What the optimizer steps: the module's own parameter if all ranks do.
@@ -58,16 +57,12 @@ class Whole:
         ranges: Sequence[tuple[int, int]],
         owner: int | None,
         axis: Axis,
-        tensor_size: int,
     ) -> None:
         self.piece = piece
         self.ranges = ranges
         self.owner = owner
         self.is_here = owner in (None, axis.rank)
-        self._rank, self._cut = axis.rank, cut_of(piece.parameter)
-        # Of pieces that tensor-parallel ranks have alike, the first one is sent.
-        step = tensor_size // (1 if self._cut is None else self._cut.size)
-        self._sent = [(0, 0) if n % step else own for n, own in enumerate(ranges)]
+        self._cut = cut_of(piece.parameter)
         self.has_grad = False
         self.member: Parameter = piece.parameter
         if owner is not None:
@@ -75,26 +70,18 @@ class Whole:
                 self.member = Parameter(self._placeholder(), requires_grad=False)
 
     def _placeholder(self) -> Tensor:
-        piece, shape = self.piece, self.piece.whole_shape
-        if not self.is_here:
-            return torch.empty((0,) * max(len(shape), 1), dtype=piece.dtype, device=piece.device)
-        # NaN shows readers between steps that there are no values.
-        return torch.full((), math.nan, dtype=piece.dtype, device=piece.device).expand(shape)
+        piece, num_dims = self.piece, max(len(self.piece.whole_shape), 1)
+        return torch.empty((0,) * num_dims, dtype=piece.dtype, device=piece.device)
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes of what ``rank`` sends of the master, or of the gradient."""
-        start, stop = self._sent[rank]
+        start, stop = self.ranges[rank]
         return (stop - start) * self.piece.element_size()
-
-    def sent_master(self) -> Tensor:
-        """Return this rank's part of the master."""
-        start, stop = self._sent[self._rank]
-        return self.piece.detach()[: stop - start]
 
     def sent_grad(self) -> Tensor:
         """Return this rank's part of the gradient, which some rank has."""
-        own, grad = self.sent_master(), self.piece.grad
-        return torch.zeros_like(own) if grad is None else grad[: len(own)].to(own.dtype)
+        own, grad = self.piece.detach(), self.piece.grad
+        return torch.zeros_like(own) if grad is None else grad.to(own.dtype)
 
     def assembled(self, parts: Iterable[Tensor]) -> Tensor:
         """Return the whole tensor of which each rank has sent a part, as bytes."""
@@ -105,7 +92,7 @@ class Whole:
         flat = [
             torch.empty(math.prod(shape), dtype=like.dtype, device=like.device) for shape in shapes
         ]
-        for number, (part, (start, stop)) in enumerate(zip(parts, self._sent, strict=True)):
+        for number, (part, (start, stop)) in enumerate(zip(parts, self.ranges, strict=True)):
             flat[number % len(flat)][start:stop].view(torch.uint8).copy_(part)
         if cut is None:
             return flat[0].as_strided(slot.shape, slot.stride)
@@ -173,8 +160,7 @@ class WholeStep(Stepper):
         self.way = way
         super().__init__(optimizer)
         self._control, self._transport = comm.control, comm.transport
-        self._axis, tensor = comm.mesh.model, comm.mesh.tensor
-        self._tensor_size = 1 if tensor is None else tensor.size
+        self._axis = comm.mesh.model
         self._wholes: dict[int, Whole] = {}
         self._loads = [0] * self._axis.size
         self._is_begun = False
@@ -193,7 +179,7 @@ class WholeStep(Stepper):
         shapes = [piece.whole_shape for piece in new]
         owners = owners_of(self.way, shapes, self._loads)
         for piece, own, owner in zip(new, ranges, owners, strict=True):
-            self._wholes[id(piece)] = Whole(piece, own, owner, self._axis, self._tensor_size)
+            self._wholes[id(piece)] = Whole(piece, own, owner, self._axis)
         self._control.reserve(len(self._wholes))
 
     @override
@@ -242,7 +228,7 @@ class WholeStep(Stepper):
         for whole, flag in zip(wholes, maxima, strict=True):
             whole.has_grad = bool(flag)
         with lasting_tensors(), torch.no_grad():
-            masters = self._brought(wholes, Whole.sent_master)
+            masters = self._brought(wholes, lambda whole: whole.piece.detach())
             grads = self._brought([w for w in wholes if w.has_grad], Whole.sent_grad)
             for whole, data in masters.items():
                 whole.fill(data, grads.get(whole))

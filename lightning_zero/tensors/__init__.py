@@ -44,6 +44,7 @@ from lightning_zero.tensors.transfers import (
     NUM_BUFFERS,
     PAGE,
     RING_BYTES,
+    Buffer,
     HostCopies,
     Job,
     Landing,

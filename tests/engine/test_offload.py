@@ -88,7 +88,7 @@ def test_a_step_that_lacks_memory_may_be_taken_again(tmp_path: Path) -> None:
     step(engine, optimizer)
     engine.close()
     model, engine, optimizer = stepped_once(tmp_path)
-    lacking = mock.patch.object(staging, "StagingBuffer", side_effect=OSError("no memory"))
+    lacking = mock.patch.object(staging, "StagingMemory", side_effect=OSError("no memory"))
     with lacking, pytest.raises(MemoryError, match="Not enough memory for a step from files"):
         step(engine, optimizer)
     optimizer.step()
