@@ -23,7 +23,7 @@ def _lists_of(pieces: Sequence[Piece], others: Sequence[Tensor]) -> list[list[Te
     found: dict[bool, list[Tensor]] = {}
     for piece in pieces:
         if piece.grad is not None:
-            found.setdefault(piece.stays, []).append(piece.grad)
+            found.setdefault(piece.plan.stays, []).append(piece.grad)
     return [*found.values(), *([one] for one in (*seen, *others))]
 
 

@@ -59,7 +59,7 @@ def put_members(optimizer: Optimizer, others: Mapping[int, Parameter]) -> None:
 
 def as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:
     """Return a state with tensors of the weight's dtype cast to the master's."""
-    of_weight = piece.weight_dtype
+    of_weight = piece.plan.weight.dtype
     if of_weight is piece.dtype or not isinstance(state, Mapping):
         return state
 

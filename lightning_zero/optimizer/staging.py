@@ -183,7 +183,7 @@ class FileStep(UnitStep):
         super().take(pieces)
         kinds: dict[Any, list[Piece]] = {}
         for piece in pieces:
-            if piece.numel() and not piece.stays and piece not in self._files:
+            if piece.numel() and not piece.plan.stays and piece not in self._files:
                 # Frozen pieces rarely have states, but if one has, all others may.
                 kinds.setdefault((piece.dtype, piece.requires_grad), []).append(piece)
         made = [StateFiles(new, self._scratch) for new in kinds.values()]

@@ -268,14 +268,14 @@ class FlatParameters:
 
     def _cut(self) -> list[Piece]:
         """Return this rank's pieces of the parameters."""
-        layout, comm, weight, pieces = self.layout, self.store.comm, self.weight.tensor, []
-        master, stays, tensor_axis = self.master, self.plan.stays, comm.mesh.tensor
-        places = zip(layout.slots, layout.pieces(comm.mesh.shard.rank), strict=True)
+        mesh, pieces = self.store.comm.mesh, []
+        places = zip(self.layout.slots, self.layout.pieces(mesh.shard.rank), strict=True)
         for parameter, (slot, place) in zip(self.parameters, places, strict=True):
             range_ = PieceRange(slot, *place)
-            piece = Piece.cut(parameter, range_, master, weight.dtype, stays=stays)
-            if tensor_axis is not None and cut_of(parameter) is None:
-                piece.is_copy = tensor_axis.rank > 0
+            piece = Piece(self.master[range_.in_shard], requires_grad=False)
+            piece.parameter, piece.range = parameter, range_
+            if mesh.tensor is not None and cut_of(parameter) is None:
+                piece.is_copy = mesh.tensor.rank > 0
             pieces.append(piece)
         return pieces
 

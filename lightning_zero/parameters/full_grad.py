@@ -185,12 +185,14 @@ def norms_of(
     found, in_memory = [of_none] * len(parts), dict[bool, list[int]]()
     for index, (piece, part) in enumerate(zip(pieces, parts, strict=True)):
         if part.numel() and not piece.is_copy:
-            in_memory.setdefault(piece.stays, []).append(index)
+            in_memory.setdefault(piece.plan.stays, []).append(index)
     for own in in_memory.values():
         each = torch._foreach_norm([parts[index] for index in own], order, dtype=dtype)
         for index, norm in zip(own, each, strict=True):
             found[index] = norm
-    norms = _stack_on(comm.device, found)
+    if len({norm.device for norm in found}) > 1:
+        found = [norm.to(comm.device) for norm in found]
+    norms = torch.stack(found).to(comm.device)
     if abs(order) == inf:
         signed = norms if order > 0 else -norms
         comm.control.max(signed, _NORM)
@@ -201,13 +203,6 @@ def norms_of(
     total = norms.pow(order)
     comm.sum_over_shards(total, _NORM)
     return total.pow(1 / order)
-
-
-def _stack_on(device: torch.device, numbers: Sequence[Tensor]) -> Tensor:
-    """Return scalars, from one device or several, as a vector on ``device``."""
-    if len({number.device for number in numbers}) > 1:
-        numbers = [number.to(device) for number in numbers]
-    return torch.stack([*numbers]).to(device)
 
 
 def _norm_of_each(

@@ -183,6 +183,11 @@ class _Owned:
                 internals.put_last(last, parameter)
         return handle
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
+        make_readable(self)
+        with _in_original_class(cast(Parameter, self)) as parameter:
+            return copy.deepcopy(parameter, memo)
+
 
 _REGISTER: Any = Tensor.register_post_accumulate_grad_hook
 
@@ -231,11 +236,6 @@ class Guarded(_Owned):
         with internals.as_plain_tensors():
             return func(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        make_readable(self)
-        with _in_original_class(cast(Parameter, self)) as parameter:
-            return copy.deepcopy(parameter, memo)
-
     def __repr__(self) -> str:
         resting = cast(Parameter, self)
         dtype = ownership_of(resting).dtype
@@ -248,10 +248,6 @@ class Readable(_Owned):
     Operations cost what they cost on any parameter. Only ``data`` and ``detach`` are intercepted:
     what they return may outlive the memory, and change it without the parameter's version counter.
     """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parameter:
-        with _in_original_class(cast(Parameter, self)) as parameter:
-            return copy.deepcopy(parameter, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with _in_original_class(cast(Parameter, self)) as parameter:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.plan import Slot, whole_shape
+from lightning_zero.plan import Plan, Slot, whole_shape
 
 
 class PieceRange(NamedTuple):
@@ -66,8 +65,6 @@ class Piece(Parameter):
         range: The range of the parameter's elements.
         gradients: The gradients of the parameter's group.
         place: The parameter's index in that group.
-        weight_dtype: The dtype in which the parameter computes.
-        stays: Whether it and its states rest on the device, where others may be offloaded.
         is_copy: Whether the first rank of the tensor-parallel group has the same values.
     """
 
@@ -75,25 +72,13 @@ class Piece(Parameter):
     range: PieceRange
     gradients: Any  # FlatGradients, which know of pieces
     place: int
-    weight_dtype: torch.dtype
-    stays: bool
     is_copy = False
 
-    @classmethod
-    def cut(
-        cls,
-        parameter: Parameter,
-        range: PieceRange,
-        shard: Tensor,
-        weight_dtype: torch.dtype,
-        *,
-        stays: bool,
-    ) -> Piece:
-        """Return the piece of ``parameter`` whose values lie in this rank's ``shard``."""
-        piece = cls(shard[range.in_shard], requires_grad=False)
-        piece.parameter, piece.range, piece.stays = parameter, range, stays
-        piece.weight_dtype = weight_dtype
-        return piece
+    @property
+    def plan(self) -> Plan:
+        """The homes of the parameter's weights, gradients and masters."""
+        plan: Plan = self.gradients.store.plan
+        return plan
 
     @property
     def requires_grad(self) -> bool:

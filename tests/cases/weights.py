@@ -265,6 +265,8 @@ class EditsInSteps(Noted):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.edit(range(batch_idx, batch_idx + 8))
+        if batch_idx == 1:
+            self.load_state_dict({n: 0.98 * value for n, value in self.state_dict().items()})
         loss = super().training_step(batch, batch_idx)
         self.edit([0])
         return loss
