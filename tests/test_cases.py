@@ -13,13 +13,10 @@ from tests import cases
 from tests.oracle.play import CASES, TRANSPORTS, play_all
 from tests.oracle.ranks import Pools
 
-ITEMS = []
-"""The module, the name and the world size of each case."""
-
 for _, _name, _ in pkgutil.iter_modules(cases.__path__, "tests.cases."):
-    _known = set(CASES)
     importlib.import_module(_name)
-    ITEMS += [(_name, n, w) for n, c in CASES.items() if n not in _known for w in c.worlds]
+ITEMS = [(each.where, name, world) for name, each in CASES.items() for world in each.worlds]
+"""The module, the name and the world size of each case."""
 
 
 @pytest.mark.parametrize(

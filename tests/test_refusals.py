@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from lightning_zero import ZeROPrecision, ZeROStrategy, estimate, fabric
 from lightning_zero.plan import CURES
+from tests.cases.optimizers import Made, Wrapped
 from tests.cases.tensor_parallel import SIZES
 from tests.oracle.eight_bits import quantize
 from tests.oracle.models import Block
@@ -201,6 +202,22 @@ class HeadNorms(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.2)
 
 
+class AsksAlone(Regression):
+    """One rank asks for what all have a part of."""
+
+    def __init__(self, ask: Callable[[Any], Any], optimizer: Any = torch.optim.Adam) -> None:
+        super().__init__(optimizer=optimizer)
+        self.ask = ask
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_rank == 0:
+            self.ask(self.trainer.optimizers[0])
+
+
+def asks(ask: Callable[[Any], Any], **optimizer: Any) -> Callable[[], Any]:
+    return fit(lambda: AsksAlone(ask, **optimizer), stage=1)
+
+
 def cut(module: Any, size: int = 2, **more: Any) -> Callable[[], Any]:
     make = (lambda: Cut(module)) if isinstance(module, str) else module
     return fit(
@@ -265,6 +282,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "lazy": (fit(Lazy), V, "'head.weight' is lazily initialized and has no shape yet"),
     "eight bits": (fit(TrainedInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "eight bits, unfrozen": (fit(UnfrozenInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
+    "wrapped states": (fit(lambda: Made(lambda m: Wrapped(m.parameters())), checkpoint="dcp"), V, "Wrapped keeps states in tensors that wrap others"),
     "hoarder": (fit(lambda: Regression(optimizer=Hoarder)), V, "Hoarder keeps views of parameters outside of"),
     "twice": (fit(Twice), V, r"'?head.weight'? appears in more than one param group of SGD"),
     "recomputed": (fit(activation_checkpointing={nn.LSTM}), V, "activation_checkpointing=LSTM.* no such module"),
@@ -291,6 +309,9 @@ OF_TWO: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "cut, averages": (cut("cut", callbacks=[EMAWeightAveraging]), V, "EMAWeightAveraging averages whole weights, which no rank has"),
     "cut, a plan": (cut("plan"), V, "has a `tp_plan`, but is no model of a Transformers version"),
     "cut, no plan for norms": (cut(HeadNorms, stage=1), R, r"The gradients of 4 parameters differ between the ranks(?s:.*)'net.model.layers.0.self_attn.q_norm.weight'(?s:.*)SequenceParallel"),
+    "all states of one rank": (asks(lambda o: o.state_dict(), optimizer=torch.optim.Adafactor), E, "the whole states of an optimizer of Adafactor"),
+    "a state of one rank": (asks(lambda o: o.state[o.param_groups[0]["params"][0]]), E, "the whole states of an optimizer of Adam"),
+    "the number of one rank": (asks(lambda o: len(o.state)), E, "the whole states of an optimizer of Adam"),
 }  # fmt: skip
 """What two ranks refuse."""
 

@@ -132,8 +132,8 @@ class ShardedValue(Tensor):
             return self
         if not isinstance(result, Tensor) or result.device != _CPU:
             return None
-        is_copy = result.dtype is self.facts[2]
-        return self.with_part(self.part.clone() if is_copy else self.part, result.dtype)
+        part = self.part.to(self.facts[2]).to(result.dtype, copy=True)
+        return self.with_part(part, result.dtype)
 
     def _detached(self) -> ShardedValue:
         """Return another of the same memory, as ``Parameter(value)`` needs it."""

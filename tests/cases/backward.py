@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import full_grad
 from tests.oracle.models import MODELS, Block
-from tests.oracle.play import Player, case, widen
+from tests.oracle.play import Player, case
 from tests.oracle.projects import Trace
 from tests.oracle.sharded import Stack, adamw, build, replicate, rows, sgd, shard, square, train
 
@@ -453,37 +453,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], How, int]] = {
     "gives_weights_away": (GivesWeightsAway, of(), 3),
     "shared_module": (SharedModule, of(), 2),
     "rank_dependent": (RankDependent, rank_dependent, 2),
-    **{
-        f"checkpoint_inside{'_reentrant' * reentrant}": (
-            functools.partial(InsideCheckpointed, reentrant=reentrant),
-            of(),
-            2,
-        )
-        for reentrant in (False, True)
-    },
-    **{
-        f"checkpoint_{around}{'_reentrant' * reentrant}": (
-            checkpointed(around, reentrant=reentrant),
-            of(),
-            3,
-        )
-        for around in ("units", "all", "nested")
-        for reentrant in (False, True)
-    },
 }
-SOME_RANKS = {"rank_dependent": {"stages": (1, 2)}}
-"""At stage 3 all ranks gather the same weights, in backward too."""
+for reentrant in (False, True):
+    end = "_reentrant" * reentrant
+    inside = functools.partial(InsideCheckpointed, reentrant=reentrant)
+    CASES[f"checkpoint_inside{end}"] = (inside, of(), 2)
+    for around in ("units", "all", "nested"):
+        CASES[f"checkpoint_{around}{end}"] = (checkpointed(around, reentrant=reentrant), of(), 3)
 for name, (make, how, steps) in CASES.items():
-    loop = functools.partial(backward, make, how, steps)
-    more = SOME_RANKS.get(name, {})
-    case(
-        "backward",
-        loop=loop,
-        name=name,
-        settings=({"units": "blocks"}, {"units": "leaves"}),
-        **more,
-        ulps=8,
-    )
+    # At stage 3 all ranks gather the same weights, in backward too.
+    more: Any = {"stages": (1, 2)} if name == "rank_dependent" else {}
+    case("backward", loop=functools.partial(backward, make, how, steps), name=name, ulps=8, **more,
+         settings=({"units": "blocks"}, {"units": "leaves"}), worlds=(1, 2) if name == "plain" else (2,))  # fmt: skip
 
 
 # ---------------------------------------------------------------------------- trained models
@@ -517,16 +498,5 @@ for number, (name, model) in enumerate(MODELS.items()):
     stages: Any = (3, 1 + number % 2, 3)
     if name == "experts":  # whose ranks run other units
         stages, settings = (1, 2, 1), ({}, CUTS[0], {})
-    case(
-        "backward",
-        loop=functools.partial(trained, name),
-        name=f"model_{name}",
-        worlds=((2,), (1, 2), (2, 3))[number % 3],
-        stages=stages,
-        precisions=chosen,
-        settings=settings,
-        bits=True,
-    )
-
-
-widen("plain", worlds=(1, 2))
+    case("backward", loop=functools.partial(trained, name), name=f"model_{name}", worlds=((2,), (1, 2), (2, 3))[number % 3],
+         stages=stages, precisions=chosen, settings=settings, bits=True)  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.fabric import ZeROStrategy
 from tests.oracle.models import Block, Blocks
-from tests.oracle.play import Player, case, widen
+from tests.oracle.play import Player, case
 from tests.oracle.projects import Trace
 
 WIDTH = 8
@@ -57,49 +57,56 @@ def trace(losses: list[Any], *modules: nn.Module) -> Trace:
     return Trace(params, losses=losses)
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+def begun(
+    fabric: Fabric, optimizer: Any = adamw, make: Callable[[], Any] = lambda: Blocks(2, WIDTH)
+) -> Any:
+    model = seeded(make)
+    return fabric.setup(model, optimizer(model.parameters()))
+
+
+def output(fabric: Fabric, model: Any, step: int) -> Tensor:
+    return model(batch(step, fabric.global_rank)).square().mean()
+
+
+def stepped(fabric: Fabric, optimizer: Any, loss: Tensor) -> float:
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def accumulate(fabric: Fabric) -> Trace:
-    model = seeded(lambda: Blocks(3, WIDTH))
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    model, optimizer = begun(fabric)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     losses = []
-    for step in range(4):
-        for micro in range(2):
-            with fabric.no_backward_sync(model, enabled=micro == 0):
-                loss = (
-                    F.mse_loss(
-                        model(batch(2 * step + micro, fabric.global_rank)), torch.ones(4, WIDTH)
-                    )
-                    / 2
-                )
-                fabric.backward(loss)
-        losses += [loss.item(), float(fabric.clip_gradients(model, optimizer, max_norm=0.1))]
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+    for step in range(8):
+        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            fabric.backward(loss := output(fabric, model, step) / 2)
+        if step % 2:
+            losses += [loss.item(), float(fabric.clip_gradients(model, optimizer, max_norm=0.1))]
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
     return trace(losses, model)
 
 
-def clip_by_value(fabric: Fabric) -> Trace:
-    model = seeded(lambda: Blocks(2, WIDTH))
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
-    for step in range(3):
-        fabric.backward(model(batch(step, fabric.global_rank)).square().mean())
-        fabric.clip_gradients(model, optimizer, clip_val=1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return trace([], model)
-
-
-def inf_norm(fabric: Fabric) -> Trace:
-    model = seeded(lambda: Blocks(2, WIDTH))
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+def clipped(fabric: Fabric, **how: Any) -> Trace:
+    model, optimizer = begun(fabric, sgd)
     norms = []
-    for step in range(2):
-        fabric.backward(model(batch(step, fabric.global_rank)).square().mean())
-        norms.append(fabric.clip_gradients(model, optimizer, max_norm=1e-3, norm_type=float("inf")))
+    for step in range(3):
+        fabric.backward(output(fabric, model, step))
+        norms.append(fabric.clip_gradients(model, optimizer, **how))
         optimizer.step()
         optimizer.zero_grad()
-    return trace(list(map(float, norms)), model)
+    return trace([float(norm) for norm in norms if norm is not None], model)
 
 
 def adversaries(fabric: Fabric) -> Trace:
@@ -116,10 +123,8 @@ def adversaries(fabric: Fabric) -> Trace:
     for step in range(3):
         fake = generator(batch(step, fabric.global_rank))
         second.zero_grad()
-        loss = (
-            F.softplus(-judge(batch(50 + step, fabric.global_rank))).mean()
-            + F.softplus(judge(fake.detach())).mean()
-        )
+        real = judge(batch(50 + step, fabric.global_rank))
+        loss = F.softplus(-real).mean() + F.softplus(judge(fake.detach())).mean()
         fabric.backward(loss)
         second.step()
         first.zero_grad()
@@ -167,31 +172,24 @@ def frozen_teacher(fabric: Fabric) -> Trace:
     teacher = seeded(lambda: Blocks(2, WIDTH)).requires_grad_(False).eval()
     if isinstance(fabric.strategy, ZeROStrategy):  # DDP refuses it
         teacher = fabric.setup_module(teacher)
-    student = seeded(lambda: Blocks(1, WIDTH))
-    student, optimizer = fabric.setup(student, torch.optim.AdamW(student.parameters(), 0.01))
+    student, optimizer = begun(fabric, make=lambda: Blocks(1, WIDTH))
     losses = []
     for step in range(3):
         x = batch(step, fabric.global_rank)
         with torch.no_grad():
             target = teacher(x)
-        loss = F.mse_loss(student(x), target)
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(stepped(fabric, optimizer, F.mse_loss(student(x), target)))
     return trace(losses, student)
 
 
 def closures(fabric: Fabric) -> Trace:
-    model = seeded(lambda: Blocks(2, WIDTH))
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+    model, optimizer = begun(fabric)
     losses = []
     for step in range(3):
 
         def closure(step: int = step) -> Tensor:
             optimizer.zero_grad()
-            loss = model(batch(step, fabric.global_rank)).square().mean()
-            fabric.backward(loss)
+            fabric.backward(loss := output(fabric, model, step))
             return loss
 
         losses.append(float(optimizer.step(closure)))
@@ -216,53 +214,41 @@ class Lit(LightningModule):
 
 
 def lightning_module(fabric: Fabric) -> Trace:
-    model = seeded(Lit)
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+    model, optimizer = begun(fabric, make=Lit)
     model.mark_forward_method("other")
     losses = []
     for step in range(4):
-        loss = (
-            model.training_step(batch(step, fabric.global_rank))
-            if step % 2
-            else model.other(batch(step, fabric.global_rank))
-        )
-        fabric.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses += [loss.item(), model.seen.item()]
+        method = model.training_step if step % 2 else model.other
+        loss = method(batch(step, fabric.global_rank))
+        losses += [stepped(fabric, optimizer, loss), model.seen.item()]
     return trace(losses, model)
 
 
 def plain_backward(fabric: Fabric) -> Trace:
-    model = seeded(lambda: Blocks(2, WIDTH))
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+    model, optimizer = begun(fabric)
     for step in range(3):
-        model(batch(step, fabric.global_rank)).square().mean().backward()
+        output(fabric, model, step).backward()
         optimizer.step()
         optimizer.zero_grad()
     return trace([], model)
-
-
-LOOPS = (clip_by_value, inf_norm, adversaries, frozen_teacher, closures, lightning_module)
-"""Those that DDP's gradients follow to the bit, but for clipping."""
 
 
 def looped(loop: Callable[[Fabric], Trace], play: Player) -> Trace:
     return loop(play.fabric(min_num_params=1, units="auto"))
 
 
-for loop in LOOPS:
-    ulps = 64 if "norm" in loop.__name__ else 8
-    case("fabric", name=f"fabric_{loop.__name__}", loop=partial(looped, loop), ulps=ulps)
-PRECISIONS = ("32-true", "bf16-mixed", "64-true", "bf16-true")
-case(
-    "fabric",
-    name="fabric_accumulate",
-    loop=partial(looped, accumulate),
-    ulps=64,
-    precisions=PRECISIONS,
-)
-case("fabric", name="fabric_plain_backward", loop=partial(looped, plain_backward), ulps=8)
+LOOPS: dict[str, tuple[Callable[[Fabric], Trace], dict[str, Any]]] = {
+    "clip_by_value": (partial(clipped, clip_val=1e-3), {}),
+    "inf_norm": (partial(clipped, max_norm=1e-3, norm_type=math.inf), {"ulps": 64}),
+    "adversaries": (adversaries, {}),
+    "frozen_teacher": (frozen_teacher, {}),
+    "closures": (closures, {"worlds": (1, 2)}),
+    "lightning_module": (lightning_module, {}),
+    "plain_backward": (plain_backward, {}),
+    "accumulate": (accumulate, {"ulps": 64, "precisions": ("32-true", "bf16-mixed", "64-true", "bf16-true")}),
+}  # fmt: skip
+for name, (loop, how) in LOOPS.items():
+    case("fabric", name=f"fabric_{name}", loop=partial(looped, loop), **{"ulps": 8, **how})
 
 
 def trained_together(optimizer: Any, play: Player) -> Trace:
@@ -272,21 +258,19 @@ def trained_together(optimizer: Any, play: Player) -> Trace:
     return together(optimizer, play.fabric(**how), play.folder)
 
 
-AWAY: list[Any] = [
-    {"offload_optimizer": "nvme"},
-    {"offload_optimizer": "nvme", "offload_weights": "nvme"},
-]
-for optimizer in (torch.optim.AdamW, Normalized):
-    loop = partial(trained_together, optimizer)
-    case("fabric", name=f"fabric_together_{optimizer.__name__}", loop=loop, ulps=64)
-case(
-    "fabric",
-    name="fabric_together_in_files",
-    loop=partial(trained_together, torch.optim.AdamW),
-    ulps=64,
-    stages=(2, 3),
-    settings=AWAY,
-)
+AWAY = {"offload_optimizer": "nvme"}
+for name, optimizer, how in (
+    ("AdamW", torch.optim.AdamW, {}),
+    ("Normalized", Normalized, {}),
+    ("in_files", torch.optim.AdamW, {"stages": (2, 3), "settings": (AWAY, {**AWAY, "offload_weights": "nvme"})}),
+):  # fmt: skip
+    case(
+        "fabric",
+        name=f"fabric_together_{name}",
+        loop=partial(trained_together, optimizer),
+        ulps=64,
+        **how,
+    )
 
 
 @case("fabric", precisions=("16-mixed",), stages=(1, 2, 3))
@@ -299,11 +283,10 @@ def overflowing(play: Player) -> Trace:
     plugin = MixedPrecision("16-mixed", "cpu", scaler)
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[plugin])
     fabric.launch()
-    model = seeded(lambda: Blocks(2, WIDTH))
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    model, optimizer = begun(fabric, partial(torch.optim.SGD, lr=0.1))
     scales = []
     for step in range(30):
-        fabric.backward(model(batch(step, play.rank)).square().mean())
+        fabric.backward(output(fabric, model, step))
         if step % 2:
             fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
         optimizer.step()
@@ -316,28 +299,22 @@ def overflowing(play: Player) -> Trace:
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def begun(play: Player, strategy: Any = None) -> Any:
-    fabric = (
-        play.fabric()
-        if strategy is None
-        else Fabric(accelerator="cpu", devices=play.way.world, strategy=strategy)
-    )
+def set_up(play: Player, strategy: Any = None) -> Any:
+    how: dict[str, Any] = {"accelerator": "cpu", "devices": play.way.world}
+    fabric = play.fabric() if strategy is None else Fabric(strategy=strategy, **how)
     fabric.launch()
-    model = seeded(lambda: Blocks(2, WIDTH))
-    return fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+    return fabric, *begun(fabric)
 
 
 def train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> None:
     for step in steps:
-        fabric.backward(model(batch(step, 0)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+        stepped(fabric, optimizer, model(batch(step, 0)).square().mean())
 
 
 @case("fabric", ulps=8)
 def a_checkpoint_of_fabric(play: Player) -> Trace:
     """Saved in the middle; under ZeRO, the rest is trained by DDP and by another stage."""
-    fabric, model, optimizer = begun(play)
+    fabric, model, optimizer = set_up(play)
     path = play.folder / "state.ckpt"
     state = {"model": model, "optimizer": optimizer, "step": 3, "rng": torch.arange(3)}
     train(fabric, model, optimizer, range(3))
@@ -345,15 +322,12 @@ def a_checkpoint_of_fabric(play: Player) -> Trace:
     train(fabric, model, optimizer, range(3, 6))
     last = trace([], model)
     for other in () if play.is_ddp else ("ddp", ZeROStrategy(2), ZeROStrategy(3, units={Block})):
-        fabric, model, optimizer = begun(play, other)
+        fabric, model, optimizer = set_up(play, other)
         train(fabric, model, optimizer, range(1))
         state = {"model": model, "optimizer": optimizer, "step": 0}
         rest = fabric.load(path, state)
-        assert (list(rest), rest["rng"].tolist(), state["model"] is model) == (
-            ["rng"],
-            [0, 1, 2],
-            True,
-        )
+        assert list(rest) == ["rng"]
+        assert (rest["rng"].tolist(), state["model"] is model) == ([0, 1, 2], True)
         train(fabric, model, optimizer, range(state["step"], 6))
         found = trace([], model)
         torch.testing.assert_close(found.params, last.params, rtol=1e-6, atol=1e-7)
@@ -363,7 +337,7 @@ def a_checkpoint_of_fabric(play: Player) -> Trace:
 @case("fabric", ulps=8)
 def a_checkpoint_is_loaded_in_part(play: Player) -> Trace:
     """Filters and strictness are Fabric's; bare state dicts are loaded; what does not fit changes nothing."""
-    fabric, model, optimizer = begun(play)
+    fabric, model, optimizer = set_up(play)
     state, path = {"model": model, "optimizer": optimizer}, play.folder / "some.ckpt"
     fabric.save(path, state, filter={"model": lambda name, _: "weight" in name})
     wanted = {name for name, _ in Blocks(2, WIDTH).named_parameters() if "weight" in name}
@@ -373,8 +347,7 @@ def a_checkpoint_is_loaded_in_part(play: Player) -> Trace:
     fabric.load(path, state, strict=False)
     before = trace([], model)
     if not play.is_ddp:
-        narrow = seeded(lambda: Blocks(1, WIDTH))
-        narrow, other = fabric.setup(narrow, torch.optim.AdamW(narrow.parameters(), 0.01))
+        _, other = begun(fabric, make=lambda: Blocks(1, WIDTH))
         fabric.save(play.folder / "whole.ckpt", state)
         with pytest.raises(ValueError, match="Cannot load 'optimizer'"):
             fabric.load(play.folder / "whole.ckpt", {"model": model, "optimizer": other})
@@ -388,6 +361,3 @@ def a_checkpoint_is_loaded_in_part(play: Player) -> Trace:
     fabric.barrier()
     fabric.load_raw(raw, model)
     return trace([], model)
-
-
-widen("fabric_closures", worlds=(1, 2))

@@ -20,132 +20,128 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from lightning_zero import ZeROStrategy, full_grad, gathered, grad_norm
 from tests.oracle.models import Block, Blocks
 from tests.oracle.play import UNUSED, Player, case, widen
-from tests.oracle.projects import WIDTH, Regression, Trace, rows
+from tests.oracle.projects import WIDTH, Noted, Trace, rows
 
-STEPS = {"max_steps": 5, "max_epochs": -1}
-
-
-class Noting(Regression):
-    """Notes what its hooks see; SGD, so that small gradients make small steps."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        self.notes: list[Any] = []
-
-    def note_norms(self) -> None:
-        self.notes.append([p.grad is None for p in self.parameters()])
-        self.notes.append([float(p.grad.norm()) for p in self.parameters() if p.grad is not None])
+STEPS: dict[str, Any] = {"max_steps": 5, "max_epochs": -1}
 
 
-class NotesNorms(Noting):
-    def on_after_backward(self) -> None:
-        self.notes.append(dict(lightning_grad_norm(self, 2)))
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        grads = [p.grad for p in self.parameters() if p.grad is not None]
-        self.notes += [float(get_total_norm(grads, order)) for order in (1, 2, 3.5, float("inf"))]
-        self.notes += [float(norm) for norm in torch._foreach_norm(grads, 1)]
-        self.notes += [float(grad_norm(self)), float(grads[0].norm("fro")), float(grads[0].norm(0))]
-        self.notes += [grad.norm(dim=-1).tolist() for grad in grads]
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.notes.append("before zero_grad")
+def norms(m: Any, *_: Any) -> Any:
+    grads = [p.grad for p in m.parameters()]
+    return [grad is None for grad in grads], [float(g.norm()) for g in grads if g is not None]
 
 
-class Reads(Noting):
-    """Reads gradients in every way that gathers them."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        first, *_, last = [p.grad for p in self.parameters()]
-        assert first is not None
-        assert last is not None
-        self.notes += [
-            (first + 1).tolist(),
-            first.cpu().clone().tolist(),
-            first.data.numpy().tolist(),
-            first.tolist(),
-            copy.deepcopy(first).tolist(),
-            pickle.loads(pickle.dumps(first)).tolist(),
-            first[1].sum().item(),
-            (last.detach() * last).sum().item(),
-            torch.histc(first.float(), bins=5).tolist(),
-            last.mean().item(),
-            last.shape,
-            torch.isfinite(last).all().item(),
-            full_grad(next(self.parameters())).tolist(),
-            torch.cat([p.grad.flatten() for p in self.parameters()]).tolist(),
-        ]
+def measured(m: Any, *_: Any) -> Any:
+    grads = [p.grad for p in m.parameters() if p.grad is not None]
+    return [
+        *(float(get_total_norm(grads, order)) for order in (1, 2, 3.5, float("inf"))),
+        *(float(norm) for norm in torch._foreach_norm(grads, 1)),
+        *(float(grad_norm(m)), float(grads[0].norm("fro")), float(grads[0].norm(0))),
+        *(grad.norm(dim=-1).tolist() for grad in grads),
+    ]
 
 
-class ClipsByNorm(Noting):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.notes.append(float(clip_grad_norm_(self.parameters(), 0.1)))
-        self.notes.append(float(clip_grad_norm_(self.parameters(), 0.05, norm_type=1)))
+def read(m: Any, *_: Any) -> Any:
+    """Read gradients in every way that gathers them."""
+    first, *_, last = [p.grad for p in m.parameters()]
+    return [
+        (first + 1).tolist(),
+        first.cpu().clone().tolist(),
+        first.data.numpy().tolist(),
+        first.tolist(),
+        copy.deepcopy(first).tolist(),
+        pickle.loads(pickle.dumps(first)).tolist(),
+        first[1].sum().item(),
+        (last.detach() * last).sum().item(),
+        torch.histc(first.float(), bins=5).tolist(),
+        last.mean().item(),
+        last.shape,
+        torch.isfinite(last).all().item(),
+        full_grad(next(m.parameters())).tolist(),
+        torch.cat([p.grad.flatten() for p in m.parameters()]).tolist(),
+    ]
 
 
-class ClipsByValue(Noting):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        clip_grad_value_(self.parameters(), 0.02)
-        clip_grad_value_([self.head.weight], 0.01, foreach=True)
-        self.note_norms()
+def clipped_by_norm(m: Any, *_: Any) -> Any:
+    first = float(clip_grad_norm_(m.parameters(), 0.1))
+    return first, float(clip_grad_norm_(m.parameters(), 0.05, norm_type=1))
 
 
-class Operates(Noting):
-    """Gradient surgery of every kind."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        weights = [block.linear.weight for block in self.net.blocks]
-        mask = torch.arange(36.0).view(6, 6) % 2
-        weights[0].grad *= mask
-        weights[0].grad.add_(weights[1].grad, alpha=0.5).mul_(torch.tensor(0.5))
-        weights[1].grad.data.clamp_(-0.01, 0.02)
-        weights[1].grad.data = weights[1].grad.data * mask + weights[0].grad.data
-        weights[2].grad.data = weights[1].grad.data.clone()
-        weights[2].grad[2:4] = 0.0
-        weights[2].grad[weights[2].grad > 0.1] = 0.1
-        rows = weights[2].grad[1:3]
-        weights[2].grad.mul_(2.0)
-        rows.add_(1.0)
-        weights[2].grad.data.flatten()[3:][1:] += 1.0
-        weights[2].grad.numpy()[0] *= 3.0
-        weights[0].grad.t().tril_().sub_(0.1)
-        assert (rows == weights[2].grad[1:3]).all()
-        weights[0].grad.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
-        weights[1].grad = mine = weights[1].grad.clone()
-        mine.mul_(0.5)
-        with gathered(self.head):
-            self.head.weight.grad = self.head.weight.grad.clone() + self.head.weight.detach()
-        self.head.bias.grad = None
-        self.net.stem.bias.grad.zero_()
-        self.net.stem.weight.grad.copy_(mask)
-        others = [weight.grad for weight in weights]
-        torch._foreach_mul_(others, 0.5)
-        torch._foreach_add_(others, [weight.grad.clone() for weight in reversed(weights)])
-        self.note_norms()
+def clipped_by_value(m: Any, *_: Any) -> Any:
+    clip_grad_value_(m.parameters(), 0.02)
+    clip_grad_value_([m.head.weight], 0.01, foreach=True)
+    return norms(m)
 
 
-class Keeps(Noting):
-    """Keeps gradients when their parameters have others, or none, and puts some back."""
+def operated(m: Any, *_: Any) -> Any:
+    """Do gradient surgery of every kind."""
+    weights = [block.linear.weight for block in m.net.blocks]
+    mask = torch.arange(36.0).view(6, 6) % 2
+    weights[0].grad *= mask
+    weights[0].grad.add_(weights[1].grad, alpha=0.5).mul_(torch.tensor(0.5))
+    weights[1].grad.data.clamp_(-0.01, 0.02)
+    weights[1].grad.data = weights[1].grad.data * mask + weights[0].grad.data
+    weights[2].grad.data = weights[1].grad.data.clone()
+    weights[2].grad[2:4] = 0.0
+    weights[2].grad[weights[2].grad > 0.1] = 0.1
+    rows = weights[2].grad[1:3]
+    weights[2].grad.mul_(2.0)
+    rows.add_(1.0)
+    weights[2].grad.data.flatten()[3:][1:] += 1.0
+    weights[2].grad.numpy()[0] *= 3.0
+    weights[0].grad.t().tril_().sub_(0.1)
+    assert (rows == weights[2].grad[1:3]).all()
+    weights[0].grad.uniform_(-0.1, 0.1, generator=torch.Generator().manual_seed(1))
+    weights[1].grad = mine = weights[1].grad.clone()
+    mine.mul_(0.5)
+    with gathered(m.head):
+        m.head.weight.grad = m.head.weight.grad.clone() + m.head.weight.detach()
+    m.head.bias.grad = None
+    m.net.stem.bias.grad.zero_()
+    m.net.stem.weight.grad.copy_(mask)
+    others = [weight.grad for weight in weights]
+    torch._foreach_mul_(others, 0.5)
+    torch._foreach_add_(others, [weight.grad.clone() for weight in reversed(weights)])
+    return norms(m)
 
-    kept: tuple[Tensor | None, ...] = ()
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        former, self.kept = self.kept, tuple(p.grad for p in self.parameters())
-        self.notes += [
-            float((now - then).norm()) for now, then in zip(self.kept, former, strict=bool(former))
-        ]
-        views = [grad.detach() for grad in self.kept]
-        bias = self.head.bias
-        bias.grad = bias.grad * 3
-        self.notes.append((bias.grad - views[-1]).tolist())
-        for parameter in self.net.parameters():
-            parameter.grad = parameter.grad.data
-        optimizer.zero_grad()
-        for parameter, grad in zip(self.parameters(), views, strict=True):
-            parameter.grad = grad if parameter.ndim > 1 else grad.mul_(2.0) * 0.5
+def kept(m: Any, optimizer: Any) -> Any:
+    """Keep gradients when their parameters have others, or none, and put some back."""
+    former, m.kept = getattr(m, "kept", ()), tuple(p.grad for p in m.parameters())
+    pairs = zip(m.kept, former, strict=bool(former))
+    notes = [float((now - then).norm()) for now, then in pairs]
+    views = [grad.detach() for grad in m.kept]
+    bias = m.head.bias
+    bias.grad = bias.grad * 3
+    notes.append((bias.grad - views[-1]).tolist())
+    for parameter in m.net.parameters():
+        parameter.grad = parameter.grad.data
+    optimizer.zero_grad()
+    for parameter, grad in zip(m.parameters(), views, strict=True):
+        parameter.grad = grad if parameter.ndim > 1 else grad.mul_(2.0) * 0.5
+    return notes
 
 
-class Hooked(Noting):
+def dropped(m: Any, *_: Any) -> Any:
+    """Drop the gradients of every other step, by one of three ways."""
+    if m.global_step % 4 == 1:
+        m.zero_grad()
+    if m.global_step % 4 == 2:
+        for parameter in m.head.parameters():
+            parameter.grad = None
+    if m.global_step % 4 == 3:
+        m.net.zero_grad(set_to_none=False)
+    return norms(m)
+
+
+for use in (measured, read, clipped_by_norm, clipped_by_value, operated, kept, dropped):
+    moments = {"on_before_optimizer_step": use}
+    if use is measured:
+        moments |= {"on_after_backward": lambda m: dict(lightning_grad_norm(m, 2)),
+                    "on_before_zero_grad": lambda *_: "before zero_grad"}  # fmt: skip
+    case("gradients in hooks", Noted, use.__name__, moments=moments, **STEPS, ulps=16)
+
+
+class Hooked(Noted):
     """Changes gradients as autograd finishes them, by hooks that come before and amid training."""
 
     def __init__(self) -> None:
@@ -171,21 +167,7 @@ class Hooked(Noting):
         return loss
 
 
-class Drops(Noting):
-    """Drops the gradients of every other step, by one of three ways."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.global_step % 4 == 1:
-            self.zero_grad()
-        if self.global_step % 4 == 2:
-            for parameter in self.head.parameters():
-                parameter.grad = None
-        if self.global_step % 4 == 3:
-            self.net.zero_grad(set_to_none=False)
-        self.note_norms()
-
-
-class Unused(Noting):
+class Unused(Noted):
     """A block has no gradient in every other step, and then none is seen."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -195,17 +177,13 @@ class Unused(Noting):
                 x = block(x)
         return self.head(x)
 
-    def on_after_backward(self) -> None:
-        self.notes.append([p.grad is None for p in self.parameters()])
-        self.notes.append(dict(lightning_grad_norm(self, 2)))
+
+case("gradients in hooks", Hooked, **STEPS, ulps=16)
+case("gradients in hooks", Unused, **STEPS, ddp=UNUSED, worlds=(3,), stages=(1, 2, 3),
+     moments={"on_after_backward": lambda m: (norms(m), dict(lightning_grad_norm(m, 2)))})  # fmt: skip
 
 
-for module in (NotesNorms, Reads, ClipsByNorm, ClipsByValue, Operates, Keeps, Hooked, Drops):
-    case("gradients in hooks", module, **STEPS, ulps=16)
-case("gradients in hooks", Unused, **STEPS, ddp=UNUSED, worlds=(3,), stages=(1, 2, 3))
-
-
-class Overrides(Noting):
+class Overrides(Noted):
     """Overrides every hook around a step and notes when it is called and what it sees."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -221,7 +199,7 @@ class Overrides(Noting):
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.notes.append("clip")
         super().configure_gradient_clipping(optimizer, *args, **kwargs)
-        self.note_norms()
+        self.notes.append(norms(self))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.notes.append(["before step", self.global_step])
@@ -286,7 +264,7 @@ case(
 case("gradients in hooks", StepsLater, **ONCE, ulps=16)
 
 
-class WithoutElements(Noting):
+class WithoutElements(Noted):
     """Has a parameter without elements, and notes its states in the optimizer and on disk."""
 
     def __init__(self) -> None:
@@ -313,12 +291,11 @@ case("gradients in hooks", WithoutElements, **STEPS, stages=(2, 3))
 # -- precisions and clipping -----------------------------------------------------------------------
 
 
-class Scaled(Regression):
+class Scaled(Noted):
     """Notes norms and dtypes of the gradients, replaces them, and notes the loss scale."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(lr=0.05, optimizer=torch.optim.SGD)
-        self.notes: list[Any] = []
+    def __init__(self) -> None:
+        super().__init__(lr=0.05)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norms = [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
@@ -413,11 +390,11 @@ for number, (module, options) in enumerate(CLIPS):
     )
 
 
-class Growing(Regression):
+class Growing(Noted):
     """Trains its head too from the second step on."""
 
     def __init__(self, *, by_hand: bool) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        super().__init__()
         self.automatic_optimization = not by_hand
         self.head.requires_grad_(False)
 
@@ -441,82 +418,44 @@ class Growing(Regression):
         return loss
 
 
-case(
-    "precision",
-    lambda: Growing(by_hand=False),
-    "parameters_added_16_mixed",
-    max_steps=3,
-    worlds=(1,),
-    precisions=("16-mixed",),
-    stages=(1, 3),
-    ulps=16,
-)
-case(
-    "precision",
-    lambda: Growing(by_hand=True),
-    "parameters_added_by_hand",
-    max_steps=3,
-    worlds=(1,),
-    stages=(2, 3),
-    ulps=16,
-)
+for by_hand in (False, True):
+    case("precision", lambda h=by_hand: Growing(by_hand=h), f"parameters_added_{by_hand}", max_steps=3, worlds=(1,),
+         precisions=("32-true" if by_hand else "16-mixed",), stages=(1 + by_hand, 3), ulps=16)  # fmt: skip
 
 
 # -- accumulation ----------------------------------------------------------------------------------
 
 
-class CountsHooks(Regression):
-    """Notes how often the hooks around a step are called, and with which gradients."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        self.notes: list[Any] = []
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.notes.append([self.global_step, *(float(p.grad.norm()) for p in self.parameters())])
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.notes.append("zero_grad")
-
+class Scheduled(Noted):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
+COUNTED = {
+    "on_before_optimizer_step": lambda m, *_: [m.global_step, *norms(m)],
+    "on_before_zero_grad": lambda *_: "zero_grad",
+}
 # Four batches per rank: windows of three and five leave some over at the end of the epoch.
 WINDOWS: list[dict[str, Any]] = [
     {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3},
     {"accumulate_grad_batches": 5, "max_epochs": 2},
     {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})], "max_epochs": 3},
 ]
-POLICIES: list[dict[str, Any]] = [
-    {},
-    {"accumulate": "local"},
-    {},
-    {"accumulate": "local"},
-    {"shard": 1},
-]
+LOCAL = {"accumulate": "local"}
+POLICIES: list[dict[str, Any]] = [{}, LOCAL, {}, LOCAL, {"shard": 1}]
 for number, options in enumerate(WINDOWS):
+    options |= {"data": lambda: (rows(16), rows(4, seed=1)), "ulps": 16, "moments": COUNTED}
     case(
         "accumulation",
-        CountsHooks,
+        Scheduled,
         f"windows_{number}",
         **options,
         stages=(2, 2, 3, 3, 3),
         settings=POLICIES,
-        data=lambda: (rows(16), rows(4, seed=1)),
-        ulps=16,
     )
-    case(
-        "accumulation",
-        CountsHooks,
-        f"windows_{number}_at_stage_1",
-        **options,
-        stages=(1,),
-        data=lambda: (rows(16), rows(4, seed=1)),
-        ulps=16,
-    )
+    case("accumulation", Scheduled, f"windows_{number}_at_stage_1", **options, stages=(1,))
 
 
 # -- manual optimization ---------------------------------------------------------------------------
@@ -673,56 +612,46 @@ class Plain(Adversaries):
         generate.step(closure=closure)
 
 
-def _drop_in_place(module: Adversaries, optimizer: Any) -> None:
-    optimizer.zero_grad(set_to_none=False)
+def drop_in_place(m: Any) -> None:
+    m.optimizers()[0].zero_grad(set_to_none=False)
 
 
-def _drop_of_module(module: Adversaries, optimizer: Any) -> None:
-    module.zero_grad()
+def drop_of_module(m: Any) -> None:
+    m.zero_grad()
 
 
-def _drop_of_optimizer(module: Adversaries, optimizer: Any) -> None:
-    optimizer.zero_grad()
+def drop_of_optimizer(m: Any) -> None:
+    m.optimizers()[0].zero_grad()
 
 
-def _drop_some(module: Adversaries, optimizer: Any) -> None:
-    module.generator.blocks[0].linear.weight.grad = None
-    module.generator.stem.bias.grad = None
+def drop_some(m: Any) -> None:
+    m.generator.blocks[0].linear.weight.grad = None
+    m.generator.stem.bias.grad = None
 
 
-def _replace(module: Adversaries, optimizer: Any) -> None:
-    weight = module.generator.blocks[1].linear.weight
+def replace(m: Any) -> None:
+    weight = m.generator.blocks[1].linear.weight
     weight.grad = weight.grad * 0.5
-    module.generator.stem.weight.grad = torch.ones_like(module.generator.stem.weight)
+    m.generator.stem.weight.grad = torch.ones_like(m.generator.stem.weight)
 
 
-def _change(module: Adversaries, optimizer: Any) -> None:
-    for parameter in module.generator.parameters():
+def change(m: Any) -> None:
+    for parameter in m.generator.parameters():
         parameter.grad.mul_(0.5)
-    module.generator.stem.weight.grad[0] = 0.25
-    bias = module.generator.stem.bias
+    m.generator.stem.weight.grad[0] = 0.25
+    bias = m.generator.stem.bias
     bias.grad.data = bias.grad.data * 2 + 1.0
     bias.grad = bias.grad.detach()
     bias.grad[1:].mul_(0.5)
-    torch.nn.utils.clip_grad_norm_(module.generator.parameters(), 0.05)
-
-
-def _keep(module: Adversaries, optimizer: Any) -> None:
-    pass
+    torch.nn.utils.clip_grad_norm_(m.generator.parameters(), 0.05)
 
 
 class Unsent(Adversaries):
     """Drops, replaces and changes gradients between microbatches that are not sent."""
 
     WAYS = (
-        _keep,
-        _drop_of_optimizer,
-        _drop_in_place,
-        _drop_of_module,
-        _drop_some,
-        _replace,
-        _change,
-        _drop_of_optimizer,
+        *(lambda m: None, drop_of_optimizer, drop_in_place, drop_of_module),
+        *(drop_some, replace, change, drop_of_optimizer),
     )
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -736,7 +665,7 @@ class Unsent(Adversaries):
             with generate.toggle_model(sync_grad=False):
                 self.backward_of(2 * z)
         self.note_local()
-        way(self, generate)
+        way(self)
         self.note_local()
         if batch_idx % 3:
             with generate.toggle_model(sync_grad=False):
@@ -781,12 +710,9 @@ for module in (Toggling, Plain):  # no unit's hooks tell when a backward pass be
 case(
     "manual optimization",
     Unsent,
-    "unsent",
-    data=lambda: (rows(64),),
-    ddp=UNUSED,
-    ulps=64,
+    **{**PLENTY, "data": lambda: (rows(64),)},
     stages=(1, 2, 3),
-    settings=({"accumulate": "local"},),
+    settings=(LOCAL,),
 )
 
 
@@ -800,7 +726,7 @@ class StepsUnsent(Adversaries):
         generate.step()
 
 
-@case("manual optimization", settings=({"accumulate": "local"},))
+@case("manual optimization", settings=(LOCAL,))
 def unsent_gradients_are_not_stepped_with(play: Player) -> Trace:
     if not play.is_ddp:
         with pytest.raises(
@@ -811,61 +737,4 @@ def unsent_gradients_are_not_stepped_with(play: Player) -> Trace:
     return Trace({})
 
 
-class Around(torch.optim.SGD):
-    """Steps by element, and changes gradients before and weights after its base class's step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        members = [p for group in self.param_groups for p in group["params"]]
-        if closure is None:
-            for member in members:
-                if member.grad is not None:
-                    member.grad.mul_(0.5)
-        loss = super().step(closure)
-        for member in members:
-            member.mul_(0.99)
-        return loss
-
-
-class Normalized(torch.optim.SGD):
-    """Must see whole gradients."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for member in (p for group in self.param_groups for p in group["params"]):
-            if member.grad is not None and closure is None:
-                member.grad.div_(member.grad.norm() + 1e-6)
-        return super().step(closure)
-
-
-class Handing(torch.optim.SGD):
-    """Hands its closure on in another function."""
-
-    def step(self, closure: Any = None) -> Any:
-        return super().step(None if closure is None else lambda: closure())
-
-
-class ByHand(Regression):
-    """Steps without a closure."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-
-
-for optimizer in (Around, Normalized, Handing):
-    for module in (Regression, ByHand):
-        case(
-            "optimizers",
-            lambda o=optimizer, m=module: m(0.1, lambda p, lr: o(p, lr, momentum=0.9)),
-            f"step_in_step_{optimizer.__name__}_{module.__name__}",
-            ulps=8,
-            max_epochs=2,
-        )
-
-
-widen("NotesNorms", "clip_0", "windows_0_at_stage_1", "Toggling", "step_in_step_Around_Regression")
+widen("measured", "clip_0", "windows_0_at_stage_1", "Toggling")

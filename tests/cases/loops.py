@@ -26,9 +26,10 @@ from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
 from tests.oracle.models import Tied
 from tests.oracle.play import Player, case, widen
-from tests.oracle.projects import Regression, Trace, rows
+from tests.oracle.projects import Noted, Regression, Trace, rows
 
 VALIDATED = {"data": lambda: (rows(), rows(8, seed=1))}
+SAVED: dict[str, Any] = {"max_epochs": 2, "save_at": 1}
 
 case("fit", Regression, "fit_and_validate", **VALIDATED, max_epochs=2, rests=True,
      worlds=(1, 2, 3), stages=(1, 2, 3), transports=("windows", "point to point", "backend"))  # fmt: skip
@@ -38,15 +39,20 @@ case("fit", Regression, "accumulate", **VALIDATED, max_epochs=2, accumulate_grad
      stages=(1, 2, 3, 2, 3, 3), settings=({}, {}, {}, {"accumulate": "local"}, {"accumulate": "local"}, {"reshard_after_forward": False}))  # fmt: skip
 case("fit", Regression, "cut_into_units", **VALIDATED, rests=True, stages=(3, 2, 3, 3),
      settings=({"units": "auto"}, {"units": {nn.Linear, nn.LayerNorm}}, {"units": lambda m: bool(m._parameters)}, {"prefetch": 0}))  # fmt: skip
+case("fit", Regression, "save_and_resume", **SAVED, readers=("ddp", 1, 3), rests=True)
 case(
-    "fit", Regression, "save_and_resume", save_at=1, readers=("ddp", 1, 3), rests=True, max_epochs=2
+    "fit",
+    Regression,
+    "save_and_resume_a_directory",
+    **SAVED,
+    readers=(1, 3),
+    settings=({"checkpoint": "dcp"},),
 )
-case("fit", Regression, "save_and_resume_a_directory", save_at=1, readers=(1, 3), max_epochs=2,
-     settings=({"checkpoint": "dcp"},))  # fmt: skip
 
 FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
-case("fit", Regression, "copies_of_shards", worlds=(4,), stages=(1, 2, 3), rests=True, max_epochs=2,
-     precisions=("32-true", "bf16-mixed"), gradient_clip_val=0.5, accumulate_grad_batches=2, settings=({"shard": 2}, {"shard": "node"}, {"shard": 2, **FILES}), save_at=1, readers=(2,), ulps=16)  # fmt: skip
+case("fit", Regression, "copies_of_shards", **SAVED, worlds=(4,), stages=(1, 2, 3), rests=True, gradient_clip_val=0.5,
+     precisions=("32-true", "bf16-mixed"), accumulate_grad_batches=2, readers=(2,), ulps=16,
+     settings=({"shard": 2}, {"shard": "node"}, {"shard": 2, **FILES}))  # fmt: skip
 
 
 class Fused(Regression):
@@ -58,22 +64,12 @@ class Fused(Regression):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-OFFLOADED: dict[str, Any] = {
-    "max_epochs": 2,
-    "save_at": 1,
-    "worlds": (1, 2),
-    "ulps": 16,
-}
 STATES, WEIGHTS = {"offload_optimizer": "nvme"}, {"offload_weights": "nvme"}
-case("fit", Fused, "in_files", **{**OFFLOADED, "ulps": 64}, precisions=("32-true", "bf16-mixed") * 2, rests=True,
+case("fit", Fused, "in_files", **SAVED, ulps=64, precisions=("32-true", "bf16-mixed") * 2, rests=True, worlds=(1, 2),
      accumulate_grad_batches=2, stages=(1, 2, 3, 3), readers=("own", "of ddp"), settings=(STATES, STATES, FILES, WEIGHTS))  # fmt: skip
-HOSTED = (
-    {"offload_optimizer": "cpu"},
-    {"offload_optimizer": "cpu"},
-    {"offload_optimizer": "cpu", "offload_weights": "cpu"},
-)
-case("fit", Fused, "offloaded_without_a_device", **{**OFFLOADED, "worlds": (2,)}, stages=(1, 3, 3), settings=HOSTED,
-     readers=("own",), gradient_clip_val=0.5)  # fmt: skip
+HOST = {"offload_optimizer": "cpu"}
+case("fit", Fused, "offloaded_without_a_device", **SAVED, ulps=16, stages=(1, 3, 3), readers=("own",), gradient_clip_val=0.5,
+     settings=(HOST, HOST, {**HOST, "offload_weights": "cpu"}))  # fmt: skip
 case("fit", Regression, "copies_that_pad_shards", worlds=(3,), stages=(2, 3), rests=True,
      settings=({"shard": 1},))  # fmt: skip
 
@@ -109,18 +105,17 @@ class TwoLoaders(Regression):
 
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-for number, options in enumerate(
-    (
-        {"val_check_interval": 2, "limit_val_batches": 1},
-        {"fast_dev_run": 2},
-        {"overfit_batches": 2, "max_epochs": 2},
-        {"detect_anomaly": True, "limit_train_batches": 2},
-        {"inference_mode": False},
-        {"barebones": True, "log_every_n_steps": None, **dict.fromkeys(QUIET)},
-        {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2, "max_epochs": 2},
-        {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
-    )
-):
+OPTIONS: list[dict[str, Any]] = [
+    {"val_check_interval": 2, "limit_val_batches": 1},
+    {"fast_dev_run": 2},
+    {"overfit_batches": 2, "max_epochs": 2},
+    {"detect_anomaly": True, "limit_train_batches": 2},
+    {"inference_mode": False},
+    {"barebones": True, "log_every_n_steps": None, **dict.fromkeys(QUIET)},
+    {"num_sanity_val_steps": 0, "check_val_every_n_epoch": 2, "max_epochs": 2},
+    {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 2},
+]
+for number, options in enumerate(OPTIONS):
     two: Any = {"data": lambda: (rows(), [rows(8, seed=1), rows(4, seed=2)])}
     case("loops", TwoLoaders, f"options_{number}", **two, **options)
 
@@ -146,13 +141,12 @@ def inference_mode_under_gloo() -> Any:
         yield
 
 
-class NotesInference(Regression):
+class NotesInference(Noted):
     """Notes whether it is in inference mode; keeps an activation and a running buffer."""
 
     def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        super().__init__()
         self.net.blocks[1].norm = nn.BatchNorm1d(6)
-        self.notes: list[Any] = []
         self.kept: list[Tensor] = []
 
     def loss(self, batch: Any) -> Tensor:
@@ -256,11 +250,11 @@ def what_is_written(play: Player) -> Trace:
 # -- what is computed over the ranks ---------------------------------------------------------------
 
 
-class Measured(Regression):
+class Measured(Noted):
     """Holds metrics of every kind, and logs and computes them in every way."""
 
     def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        super().__init__()
         self.train_mse = MeanSquaredError()
         kinds = {"mae": MeanAbsoluteError(), "mse": MeanSquaredError()}
         self.val = MetricCollection(kinds, prefix="val_")
@@ -269,7 +263,6 @@ class Measured(Regression):
         self.seen, self.largest = SumMetric(), CatMetric()
         self.seen.persistent(True)
         self.largest.persistent(True)
-        self.notes: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -337,12 +330,8 @@ class Logging(Regression):
 case("metrics", Logging, **VALIDATED, max_epochs=2)
 
 
-class Contrastive(Regression):
+class Contrastive(Noted):
     """A loss over all ranks' outputs, whose gradients flow to each; and parameters gathered."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        self.notes: list[Any] = []
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():  # Lightning calls a function that torch 2.13 deprecates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,64 +30,46 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from tests.oracle.models import Block
-from tests.oracle.play import Player, case, widen
-from tests.oracle.projects import WIDTH, Regression, Trace, rows
+from tests.oracle.play import UNUSED, Player, case, widen
+from tests.oracle.projects import WIDTH, Noted, Regression, Trace, rows
 
 HAS_PSUTIL = find_spec("psutil") is not None
 
 # -- torch.compile ---------------------------------------------------------------------------------
 
 
-class Silent(Regression):
+class Silent(Noted):
     """Logs nothing: dynamo cannot read Lightning's `self.log`."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(batch)
 
 
-def _compile_blocks(module: Regression) -> Any:
+def _blocks(module: Regression) -> Any:
     for index, block in enumerate(module.net.blocks):
         module.net.blocks[index] = torch.compile(block, backend="aot_eager")
     return module
 
 
-def _compile_in_place(module: Regression) -> Any:
+def _in_place(backend: str, module: Regression) -> Any:
     for block in module.net.blocks:
-        block.compile(backend="aot_eager")
+        block.compile(backend=backend)
     return module
 
 
-def _compile_by_inductor(module: Regression) -> Any:
-    for block in module.net.blocks:
-        block.compile(backend="inductor")
-    return module
-
-
-def _compile_body(module: Regression) -> Any:
+def _body(module: Regression) -> Any:
     module.net = torch.compile(module.net, backend="aot_eager")
     return module
 
 
-def _compile_all(module: Regression) -> Any:
-    return torch.compile(module, backend="eager")
-
-
-WAYS = {
-    "submodules": _compile_blocks,
-    "in place": _compile_in_place,
-    "body": _compile_body,
-    "module": _compile_all,
-    "by inductor": _compile_by_inductor,
+WAYS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
+    "submodules": (_blocks, (3,), {"data": lambda: (rows(), rows(8, seed=1))}),
+    "in_place": (partial(_in_place, "aot_eager"), (3,), {"accumulate_grad_batches": 2}),
+    "body": (_body, (1, 2), {"gradient_clip_val": 0.1}),
+    "module": (partial(torch.compile, backend="eager"), (2,), {"accumulate_grad_batches": 2}),
+    "by_inductor": (partial(_in_place, "inductor"), (3,), {}),
 }
-
-
-COMPILED: dict[str, dict[str, Any]] = {
-    "submodules": {"data": lambda: (rows(), rows(8, seed=1))},
-    "in place": {"accumulate_grad_batches": 2},
-    "body": {"gradient_clip_val": 0.1},
-    "module": {"accumulate_grad_batches": 2},
-    "by inductor": {},
-}
+"""How it is compiled, at which stages, and options of the Trainer."""
 
 
 def compiled(way: str) -> Any:
@@ -100,8 +83,9 @@ def compiled(way: str) -> Any:
         torch._dynamo.reset()
         counters = torch._dynamo.utils.counters
         counters.clear()
-        module = Silent(lr=0.1, optimizer=torch.optim.SGD)
-        trace = play.fit(WAYS[way](module), max_epochs=2, **COMPILED[way])
+        module = Silent()
+        compiles, _, options = WAYS[way]
+        trace = play.fit(compiles(module), max_epochs=2, **options)
         assert counters["frames"]["ok"] >= 1, "something was compiled"
         assert not counters["graph_break"]
         counted = [dict(counters["frames"]), dict(counters["stats"])]
@@ -113,33 +97,31 @@ def compiled(way: str) -> Any:
 
 
 for way in WAYS if shutil.which("g++") else [*WAYS][:-1]:
-    stages = {"body": (1, 2), "module": (2,)}.get(way, (3,))
     case(
         "compile",
-        name=f"compile_{way.replace(' ', '_')}",
+        name=f"compile_{way}",
         loop=compiled(way),
-        stages=stages,
+        stages=WAYS[way][1],
         ulps=64,
-        is_slow=way == "by inductor",
+        is_slow=way == "by_inductor",
     )
 
 
 # -- buffers ---------------------------------------------------------------------------------------
 
 
-class WithBuffers(Regression):
+class WithBuffers(Noted):
     """Batch norms in units and at the root, and a buffer that counts its own way on each rank."""
 
     count: Tensor
 
     def __init__(self) -> None:
-        super().__init__(lr=0.05, optimizer=torch.optim.SGD)
+        super().__init__(lr=0.05)
         for block in self.net.blocks:
             block.norm = nn.BatchNorm1d(WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH)
         self.register_buffer("count", torch.zeros(2), persistent=False)
         self.register_buffer("number", torch.tensor(0))
-        self.notes: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
         self.notes.append([float(self.count[0]), int(self.number)])
@@ -165,9 +147,7 @@ class Drifting(WithBuffers):
 class Manual(Drifting):
     """Sends gradients or not, within a step and behind it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -218,7 +198,6 @@ class Spare(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.spare = nn.BatchNorm1d(WIDTH)
-        self.notes: list[Any] = []
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.notes.append(type(self.spare).__name__)
@@ -379,78 +358,29 @@ class ByParameter(Scaled):
         return loss
 
 
-COMPLEX: dict[str, Any] = {
-    "ulps": 16,
-    "dtype": torch.float32,
-    "ddp": "ddp_find_unused_parameters_true",
-}
-for optimizer in (Momentum, ByParameter):
-    case(
-        "complex",
-        lambda o=optimizer: Spectral(optimizer=o),
-        f"complex_{optimizer.__name__}",
-        **COMPLEX,
-    )
-case("complex", Looking, **COMPLEX, stages=(1, 2, 3), gradient_clip_val=0.1)
-case("complex", lambda: Conjugating(optimizer=Scaled), "complex_conjugated", **COMPLEX)
-case(
-    "complex",
-    lambda: Spectral(optimizer=lambda p, lr: torch.optim.LBFGS(p, lr, max_iter=4)),
-    "complex_lbfgs",
-    **COMPLEX,
-    max_steps=2,
-)
-case(
-    "complex",
-    Spectral,
-    "complex_saved",
-    **COMPLEX,
-    max_epochs=2,
-    save_at=1,
-    readers=("ddp", 2),
-)
-case(
-    "complex",
-    Spectral,
-    "complex_directory",
-    **COMPLEX,
-    max_epochs=2,
-    save_at=1,
-    stages=(3,),
-    readers=(2,),
-    settings=({"checkpoint": "dcp"},),
-)
-case(
-    "complex",
-    Spectral,
-    "complex_in_copies",
-    **COMPLEX,
-    worlds=(4,),
-    stages=(3,),
-    settings=({"shard": 2},),
-)
-
-
-case(
-    "complex",
-    Spectral,
-    "complex_in_files",
-    **COMPLEX,
-    worlds=(1,),
-    stages=(3,),
-    settings=({"offload_optimizer": "nvme", "offload_weights": "nvme"},),
-)
+COMPLEX: dict[str, Any] = {"ulps": 16, "dtype": torch.float32, "ddp": UNUSED}
+SAVED: dict[str, Any] = {"max_epochs": 2, "save_at": 1}
+HOMES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
+SPECTRAL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "momentum": (lambda: Spectral(optimizer=Momentum), {}),
+    "by_parameter": (lambda: Spectral(optimizer=ByParameter), {}),
+    "looked_at": (Looking, {"stages": (1, 2, 3), "gradient_clip_val": 0.1}),
+    "conjugated": (lambda: Conjugating(optimizer=Scaled), {}),
+    "lbfgs": (lambda: Spectral(optimizer=lambda p, lr: torch.optim.LBFGS(p, lr, max_iter=4)), {"max_steps": 2}),
+    "saved": (Spectral, {**SAVED, "readers": ("ddp", 2)}),
+    "directory": (Spectral, {**SAVED, "stages": (3,), "readers": (2,), "settings": ({"checkpoint": "dcp"},)}),
+    "in_copies": (Spectral, {"worlds": (4,), "stages": (3,), "settings": ({"shard": 2},)}),
+    "in_files": (Spectral, {"worlds": (1,), "stages": (3,), "settings": (HOMES,)}),
+}  # fmt: skip
+for name, (module, how) in SPECTRAL.items():
+    case("complex", module, f"complex_{name}", **COMPLEX, **how)
 
 
 # -- Lightning's callbacks -------------------------------------------------------------------------
 
 
-class Scheduled(Regression):
+class Scheduled(Noted):
     """SGD with a schedule, so that rounding stays small and the rate changes."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        self.notes: list[Any] = []
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -479,17 +409,8 @@ LONG: dict[str, Any] = {"max_epochs": 3, "data": lambda: (rows(), rows(8, seed=1
 
 
 # On several ranks DDP never averages gradients of parameters that join in later.
-case(
-    "callbacks",
-    WithBackbone,
-    "finetuning",
-    **LONG,
-    worlds=(1,),
-    stages=(1, 2, 3),
-    callbacks=lambda: [
-        BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)
-    ],
-)
+case("callbacks", WithBackbone, "finetuning", **LONG, worlds=(1,), stages=(1, 2, 3),
+     callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)])  # fmt: skip
 
 
 @case("callbacks", ulps=64)
@@ -548,15 +469,8 @@ class Frozen(Scheduled):
         self.head.requires_grad_(False)
 
 
-case(
-    "callbacks",
-    Frozen,
-    "a_summary",
-    stages=(1, 2, 3),
-    enable_progress_bar=True,
-    enable_model_summary=True,
-    callbacks=lambda: [Looks(max_depth=3), RichProgressBar()],
-)
+case("callbacks", Frozen, "a_summary", stages=(1, 2, 3), enable_progress_bar=True, enable_model_summary=True,
+     callbacks=lambda: [Looks(max_depth=3), RichProgressBar()])  # fmt: skip
 
 
 @case("callbacks", ulps=256)
@@ -608,4 +522,5 @@ def pruning(play: Player) -> Trace:
     return Trace({}, notes=notes)
 
 
+widen("compile_body", transports=("backend", "windows"))
 widen("compile_in_place", "buffers_accumulating", "Noisy", "one_clock_ends_the_run_on_all_ranks")

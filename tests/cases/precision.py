@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.oracle.play import case
-from tests.oracle.projects import WIDTH, Regression, rows
+from tests.oracle.projects import WIDTH, Noted, Regression, rows
 
 # -- a language model in mixed precision -----------------------------------------------------------
 
@@ -98,27 +98,11 @@ def text() -> Any:
 
 
 # Two numbers have one order in which they can be summed: these are DDP's bits.
-case(
-    "precision",
-    GPT,
-    "a_language_model",
-    stages=(1, 2, 3),
-    max_steps=4,
-    data=text,
-    bits=True,
-    precisions=("bf16-mixed", "16-mixed", "bf16-mixed"),
-    settings=({"units": {Layer, nn.Embedding}},),
-)
-case(
-    "precision",
-    GPT,
-    "a_language_model_in_fp32_weights",
-    max_steps=4,
-    data=text,
-    bits=True,
-    precisions=("bf16-mixed",),
-    settings=({"units": {Layer}, "cast_weights": "none"},),
-)
+LANGUAGE: dict[str, Any] = {"max_steps": 4, "data": text, "bits": True}
+case("precision", GPT, "a_language_model", **LANGUAGE, stages=(1, 2, 3), precisions=("bf16-mixed", "16-mixed", "bf16-mixed"),
+     settings=({"units": {Layer, nn.Embedding}},))  # fmt: skip
+case("precision", GPT, "a_language_model_in_fp32_weights", **LANGUAGE, precisions=("bf16-mixed",),
+     settings=({"units": {Layer}, "cast_weights": "none"},))  # fmt: skip
 
 
 # -- fp32 weights in steps -------------------------------------------------------------------------
@@ -126,11 +110,16 @@ case(
 # by less than a half-precision weight can show, in a step and between its forward and backward.
 
 
-class Taught(Regression):
+class Slow(Noted):
+    def __init__(self) -> None:
+        super().__init__(lr=0.01)
+
+
+class Taught(Slow):
     """A student with a teacher that follows it slowly."""
 
     def __init__(self) -> None:
-        super().__init__(lr=0.01, optimizer=torch.optim.SGD)
+        super().__init__()
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
     @torch.no_grad()
@@ -192,35 +181,20 @@ class Averages(Taught):
         self.notes = [mean.clone() for mean in self.average]
 
 
-class Changes(Regression):
+class Changes(Slow):
     """Weights that autocast casts are changed between the forward and the end of the backward."""
 
-    def __init__(self) -> None:
-        super().__init__(lr=0.01, optimizer=torch.optim.SGD)
-
     @torch.no_grad()
-    def decay(self) -> None:
+    def decay(self, *_: Any) -> None:
         for parameter in self.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(1 - 1e-4)
 
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.decay()
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        self.decay()
-
-    def on_after_backward(self) -> None:
-        self.decay()
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.decay()
+    on_before_zero_grad = on_before_backward = on_after_backward = on_before_optimizer_step = decay
 
 
-class ByHand(Regression):
-    def __init__(self) -> None:
-        super().__init__(lr=0.01, optimizer=torch.optim.SGD)
-        self.automatic_optimization = False
+class ByHand(Slow):
+    automatic_optimization = False
 
     def backward_of(self, batch: Any) -> None:
         self.zero_grad()
@@ -263,11 +237,11 @@ class OwnOptimizer(ByHand):
             parameter.data.add_(parameter.grad, alpha=-1e-4)
 
 
-class Adapted(Regression):
+class Adapted(Slow):
     """Adapters are merged for each validation step, and unmerged."""
 
     def __init__(self) -> None:
-        super().__init__(lr=0.01, optimizer=torch.optim.SGD)
+        super().__init__()
         torch.manual_seed(1)
         self.down = nn.Parameter(0.01 * torch.randn(1, WIDTH))
         self.up = nn.Parameter(0.01 * torch.randn(WIDTH, 1))
@@ -291,18 +265,9 @@ USES: list[type[Regression]] = [
 
 
 for use in USES:
-    scaled = use is FollowsBeforeZeroGrad
-    case(
-        "precision",
-        use,
-        f"masters_{use.__name__}",
-        stages=(1, 2, 3),
-        precisions=("bf16-mixed", "16-mixed") if scaled else ("bf16-mixed",),
-        max_epochs=2,
-        data=lambda: (rows(), rows(4, seed=1)),
-        ulps=64,
-        dtype=torch.float32,
-    )
+    precisions = ("bf16-mixed", "16-mixed") if use is FollowsBeforeZeroGrad else ("bf16-mixed",)
+    case("precision", use, f"masters_{use.__name__}", stages=(1, 2, 3), precisions=precisions, max_epochs=2,
+         data=lambda: (rows(), rows(4, seed=1)), ulps=64, dtype=torch.float32)  # fmt: skip
 
 
 # -- weights that a step uses in other ways than their module's forward ----------------------------
@@ -328,16 +293,9 @@ class Using(Regression):
 
 for way in ("a_penalty", "two_calls"):
     for cast in ("none", "autocast"):
-        case(
-            "precision",
-            lambda w=way: Using(w),
-            f"{way}_cast_{cast}",
-            precisions=("bf16-mixed",),
-            settings=({"cast_weights": cast},),
-            max_steps=3,
-            bits=cast == "none",
-            ulps=0 if cast == "none" else 16,
-        )
+        ulps = 0 if cast == "none" else 16
+        case("precision", lambda w=way: Using(w), f"{way}_cast_{cast}", precisions=("bf16-mixed",), max_steps=3,
+             settings=({"cast_weights": cast},), bits=cast == "none", ulps=ulps)  # fmt: skip
 
 
 # -- dtypes of weights, masters and states ---------------------------------------------------------
@@ -386,16 +344,8 @@ class Starts(Regression):
 
 
 for kind in (adagrad, Made):
-    case(
-        "precision",
-        lambda k=kind: Starts(optimizer=k),
-        f"states_made_by_{kind.__name__}",
-        precisions=("bf16-mixed", "bf16-true"),
-        stages=(3, 2),
-        dtype=torch.bfloat16,
-        ulps=16,
-        save_at=1,
-    )
+    case("precision", lambda k=kind: Starts(optimizer=k), f"states_made_by_{kind.__name__}", stages=(3, 2),
+         precisions=("bf16-mixed", "bf16-true"), dtype=torch.bfloat16, ulps=16, save_at=1)  # fmt: skip
 
 
 class ScaledByOther(Regression):
@@ -404,7 +354,6 @@ class ScaledByOther(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.factor = [nn.Parameter(torch.ones(()))]
-        self.notes: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * self.factor[0]

@@ -26,7 +26,6 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     LearningRateMonitor,
     Timer,
-    TQDMProgressBar,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
@@ -38,7 +37,7 @@ from torch.optim import Optimizer
 from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import Model, Rows
 from tests.oracle.play import Player, case, widen
-from tests.oracle.projects import Regression, Trace, rows
+from tests.oracle.projects import ByHand, Regression, Trace, rows
 
 
 def trainer_of(play: Player, **options: Any) -> Any:
@@ -117,29 +116,6 @@ class Counting(Model):
 def count_an_optimizers_calls(play: Player, path: str) -> Any:
     trainer = saved(play, Counting(), path, max_steps=3, accumulate_grad_batches=2)
     return trainer.optimizers[0].calls
-
-
-def copy_a_trainer(play: Player, path: str) -> Any:
-    bar, module = TQDMProgressBar(refresh_rate=0), Model()
-    trainer = fit(play, module, callbacks=[bar], enable_progress_bar=True)
-    assert module.trainer is trainer
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch, for what Lightning pickles
-        copies = [copy.deepcopy(module), *(pickle.loads(pickle.dumps(x)) for x in (trainer, bar))]
-    return [type(each).__name__ for each in copies], copies[1].global_step
-
-
-class Stateful(Callback):
-    def state_dict(self) -> dict[str, Any]:
-        return {"x": 1}
-
-
-def resume_with_other_callbacks(play: Player, path: str) -> Any:
-    saved(play, Model(), path, callbacks=[Stateful()])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer = fit(play, Model(), path, callbacks=[Timer()], max_steps=4)
-    return trainer.global_step, [str(w.message) for w in caught if "callbacks" in str(w.message)]
 
 
 class Renaming(Model):
@@ -249,21 +225,6 @@ def resume_finetuning(play: Player, path: str) -> Any:
     return sizes
 
 
-class Unmonitored(Model):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-        scheduler = {"scheduler": plateau, "monitor": "nothing", "strict": False}
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-
-def warn_of_a_scheduler(play: Player, path: str) -> Any:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(play, Unmonitored(), max_steps=-1, max_epochs=1, limit_train_batches=1)
-    return [str(w.message) for w in caught if "ReduceLROnPlateau" in str(w.message)]
-
-
 class OptionsIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         self.options = storage_options
@@ -275,16 +236,6 @@ def give_storage_options(play: Player, path: str) -> Any:
     trainer = fit(play, Model(), plugins=[plugin])
     trainer.save_checkpoint(path, storage_options={"a": 1})
     return getattr(plugin, "options", None)
-
-
-def name_a_missing_checkpoint(play: Player, path: str) -> Any:
-    told = []
-    for call in ("fit", "validate", "test"):
-        try:
-            getattr(trainer_of(play), call)(Model(), Rows(), ckpt_path=f"{path}.nothing")
-        except FileNotFoundError as error:
-            told.append(f"Checkpoint file not found: {path}.nothing" in str(error))
-    return told
 
 
 def replace_clipping(play: Player, path: str) -> Any:
@@ -377,14 +328,10 @@ USES: dict[Callable[[Player, str], Any], dict[str, Any]] = {
     use_a_trainer_before_it_is_set_up: {},
     train_without_an_optimizer: {"stages": (1,)},
     count_an_optimizers_calls: {"stages": (3,)},
-    copy_a_trainer: {"stages": (3,)},
-    resume_with_other_callbacks: {"stages": (1,)},
     load_in_a_way_of_ones_own: {},
     load_an_optimizers_states: {"stages": (3,)},
     resume_finetuning: {},
-    warn_of_a_scheduler: {"stages": (1,)},
     give_storage_options: {"stages": (3,)},
-    name_a_missing_checkpoint: {"stages": (1,)},
     replace_clipping: {},
     look_at_the_precision: {"stages": (1,)},
     patch_clocks_and_generators: {"stages": (3,)},
@@ -408,18 +355,6 @@ OVERRIDDEN = (
     "load_model_state_dict", "load_optimizer_state_dict", "optimizer_state", "pre_backward",
 )  # fmt: skip
 """Methods of ours: a patch of Lightning's has no effect, and no recursion."""
-
-
-class ByHand(Regression):
-    """Steps by hand."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @case("trainer", ulps=64)

@@ -39,17 +39,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_zero
 from tests.oracle.eight_bits import quantize
 from tests.oracle.play import UNUSED, Player, case, widen
-from tests.oracle.projects import WIDTH, Regression, Trace, rows
+from tests.oracle.projects import WIDTH, Noted, Regression, Trace, rows
 
 SHORT: dict[str, Any] = {"data": lambda: (rows(), rows(4, seed=1)), "max_epochs": 2}
-
-
-class Noted(Regression):
-    """SGD, so that rounding stays small, and notes of what is seen."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
-        self.notes: list[Any] = []
 
 
 class EMA(Callback):
@@ -92,54 +84,35 @@ def orthogonal_amid_a_run(play: Player) -> Trace:
     return play.fit(module, max_steps=3)
 
 
-def _edit(parameter: Tensor, how: int) -> None:
-    """One of many ways to change a parameter in place."""
-    with torch.no_grad():
-        if how == 0:
-            parameter.data.clamp_(-0.3, 0.3)
-        elif how == 1:
-            parameter.clamp_(-0.3, 0.3)
-        elif how == 2:
-            parameter.mul_(0.98)
-        elif how == 3:
-            parameter.data = 0.98 * parameter.data
-        elif how == 4:
-            parameter.copy_(0.98 * parameter)
-        elif how == 5:
-            parameter.div_(parameter.norm().clamp_min(1.0))
-        elif how == 6:
-            array = parameter.detach().numpy()
-            array *= 0.98
-        else:
-            parameter[0] = parameter.data[0].mul(0.9)
+def _by_numpy(p: Tensor) -> None:
+    array = p.detach().numpy()
+    array *= 0.98
 
 
-class Edits(Callback):
-    """Changes every parameter in every hook, each in another way, and reads what it has written."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        for hook in EDITING_HOOKS:
-            setattr(self, hook, self._edit)
-
-    def _edit(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.count += 1
-        for index, parameter in enumerate(pl_module.parameters()):
-            _edit(parameter, (index + self.count) % 8)
-        pl_module.notes.append(sum(float(p.detach().norm()) for p in pl_module.parameters()))
-
-
-EDITING_HOOKS = [
-    "on_fit_start",
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_epoch_end",
-    "on_train_epoch_end",
-    "on_train_end",
+EDITS: list[Callable[[Any], Any]] = [
+    lambda p: p.data.clamp_(-0.3, 0.3),
+    lambda p: p.clamp_(-0.3, 0.3),
+    lambda p: p.mul_(0.98),
+    lambda p: setattr(p, "data", 0.98 * p.data),
+    lambda p: p.copy_(0.98 * p),
+    lambda p: p.div_(p.norm().clamp_min(1.0)),
+    _by_numpy,
+    lambda p: p.__setitem__(0, p.data[0].mul(0.9)),
 ]
+"""Ways to change a parameter in place."""
+EDITING_HOOKS = (
+    "on_fit_start", "on_train_epoch_start", "on_train_batch_start", "on_after_backward", "on_before_optimizer_step",
+    "on_train_batch_end", "on_validation_epoch_end", "on_train_epoch_end", "on_train_end",
+)  # fmt: skip
+
+
+@torch.no_grad()
+def edit_all(m: Any, *_: Any) -> float:
+    """Change every parameter, in every hook in another way, and read what is written."""
+    m.num_edits = getattr(m, "num_edits", 0) + 1
+    for index, parameter in enumerate(m.parameters()):
+        EDITS[(index + m.num_edits) % len(EDITS)](parameter)
+    return sum(float(p.detach().norm()) for p in m.parameters())
 
 
 class TorchsOwn(Callback):
@@ -177,15 +150,18 @@ class Saves(Callback):
         pl_module.notes.append(torch.load(file))
 
 
-CALLBACKS: dict[str, Callable[[], Callback]] = {
-    "EMA": EMA,
-    "of_torch": TorchsOwn,
-    "saves": lambda: Saves(of_all=True),
-    "edits": Edits,
-}
-for name, make in CALLBACKS.items():
-    wide = {"worlds": (1, 2), "stages": (1, 2, 3)} if name in ("EMA", "edits") else {}
-    case("weights in hooks", Noted, name, **SHORT, **wide, callbacks=lambda m=make: [m()])
+EDITED: dict[str, Any] = {"moments": dict.fromkeys(EDITING_HOOKS, edit_all), **SHORT}
+AVERAGED: dict[str, Any] = {"callbacks": lambda: [EMA()], **SHORT}
+for name, how in {"edits": EDITED, "EMA": AVERAGED}.items():
+    case("weights in hooks", Noted, name, **how, worlds=(1, 2), stages=(1, 2, 3))
+    case("weights in hooks", Noted, f"{name}_of_masters", **how, precisions=("bf16-mixed",))
+    case(
+        "weights in hooks", Noted, f"{name}_accumulating", **how, accumulate_grad_batches=2, ulps=64
+    )
+case("weights in hooks", Noted, "edits_of_copies", **EDITED, worlds=(4,), precisions=("32-true", "bf16-mixed"),
+     settings=({"shard": 2},), ulps=64)  # fmt: skip
+case("weights in hooks", Noted, "of_torch", **SHORT, callbacks=lambda: [TorchsOwn()])
+case("weights in hooks", Noted, "saves", **SHORT, callbacks=lambda: [Saves(of_all=True)])
 case(
     "weights in hooks",
     Noted,
@@ -194,35 +170,6 @@ case(
     stages=(1, 2),
     callbacks=lambda: [Saves(of_all=False)],
 )
-case(
-    "weights in hooks",
-    Noted,
-    "edits_of_copies",
-    **SHORT,
-    worlds=(4,),
-    precisions=("32-true", "bf16-mixed"),
-    settings=({"shard": 2},),
-    ulps=64,
-    callbacks=lambda: [Edits()],
-)
-for name in ("EMA", "edits"):
-    case(
-        "weights in hooks",
-        Noted,
-        f"{name}_of_masters",
-        **SHORT,
-        precisions=("bf16-mixed",),
-        callbacks=lambda m=CALLBACKS[name]: [m()],
-    )
-    case(
-        "weights in hooks",
-        Noted,
-        f"{name}_accumulating",
-        **SHORT,
-        accumulate_grad_batches=2,
-        ulps=64,
-        callbacks=lambda m=CALLBACKS[name]: [m()],
-    )
 
 
 class ClampsInSteps(Noted):
@@ -246,22 +193,17 @@ class ClampsInSteps(Noted):
         return optimizer
 
 
-case(
-    "weights in hooks",
-    ClampsInSteps,
-    max_steps=3,
-    stages=(1, 2, 3, 3),
-    precisions=("32-true", "bf16-mixed"),
-    transports=("windows", "point to point", "backend"),
-)
+case("weights in hooks", ClampsInSteps, max_steps=3, stages=(1, 2, 3, 3), precisions=("32-true", "bf16-mixed"),
+     transports=("windows", "point to point", "backend"))  # fmt: skip
 
 
 class EditsInSteps(Noted):
     """Changes weights before a forward, where torch allows it also behind one, and in validation."""
 
+    @torch.no_grad()
     def edit(self, ways: Iterable[int]) -> None:
         for parameter, how in zip(self.parameters(), itertools.cycle(ways), strict=False):
-            _edit(parameter, how)
+            EDITS[how % len(EDITS)](parameter)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.edit(range(batch_idx, batch_idx + 8))
@@ -341,7 +283,7 @@ MOMENTS = (
 )  # fmt: skip
 
 
-def read_all(trainer: Any, module: Any) -> Any:
+def read_all(module: Any, *_: Any) -> Any:
     with torch.no_grad():
         return {name: detached(read(module)) for name, read in READS.items()}
 
@@ -352,44 +294,36 @@ def detached(value: Any) -> Any:
     return [detached(each) for each in value] if isinstance(value, list | tuple) else value
 
 
+THREE: dict[str, Any] = {"data": SHORT["data"], "max_steps": 3}
 # What is read in one hook must not be there for the next: every other one reads.
 for number in range(2):
     case(
         "weights in hooks",
         Noted,
         f"reads_{number}",
-        data=SHORT["data"],
-        max_steps=3,
         moments=dict.fromkeys(MOMENTS[number::2], read_all),
+        **THREE,
     )
 
 
 class ReadsInSteps(Noted):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        before = read_all(None, self)
+        before = read_all(self)
         loss = super().training_step(batch, batch_idx)
-        self.notes += [before, read_all(None, self)]
+        self.notes += [before, read_all(self)]
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.notes.append(read_all(None, self))
+        self.notes.append(read_all(self))
         super().validation_step(batch, batch_idx)
 
 
-case("weights in hooks", ReadsInSteps, data=SHORT["data"], max_steps=3, stages=(1, 2, 3))
+case("weights in hooks", ReadsInSteps, **THREE, stages=(1, 2, 3))
 
 
 for moment in ("on_after_backward", "on_train_batch_end"):
-    case(
-        "weights in hooks",
-        Noted,
-        f"reads_masters_{moment}",
-        data=SHORT["data"],
-        max_steps=3,
-        stages=(1, 2, 3),
-        precisions=("bf16-mixed",),
-        moments={moment: read_all},
-    )
+    case("weights in hooks", Noted, f"reads_masters_{moment}", moments={moment: read_all}, **THREE, stages=(1, 2, 3),
+         precisions=("bf16-mixed",))  # fmt: skip
 
 
 # -- Lightning's averages --------------------------------------------------------------------------
@@ -399,10 +333,9 @@ class Averaged(Regression):
     """SGD with momentum, a buffer that training changes, and notes of what validation saw."""
 
     def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
+        super().__init__()
         self.net.blocks[1].norm = nn.BatchNorm1d(WIDTH)
         self.head.bias.requires_grad_(False)
-        self.notes: list[Any] = []
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -433,33 +366,21 @@ AVERAGES: dict[str, Callable[[], Callback]] = {
     "multi": lambda: WeightAveraging(multi_avg_fn=get_ema_multi_avg_fn(0.7)),
     "normed": lambda: WeightAveraging(avg_fn=towards_unit_norm),
 }
+AVERAGE: dict[str, Any] = {
+    "max_epochs": 3,
+    "data": lambda: (rows(32, batch_size=8), rows(8, seed=1)),
+}
 READERS: list[tuple[str | int, ...]] = [("ddp", 3), (1,), (3,), ("ddp",)]
 for (name, make), readers in zip(AVERAGES.items(), READERS, strict=True):
-    case(
-        "averages",
-        Averaged,
-        f"average_{name}",
-        max_epochs=3,
-        ulps=256,
-        save_at=2,
-        readers=readers,
-        data=lambda: (rows(32, batch_size=8), rows(8, seed=1)),
-        callbacks=lambda m=make: [m(), KeepsAverage()],
-    )
-case(
-    "averages",
-    Averaged,
-    "average_of_masters",
-    max_epochs=3,
-    precisions=("bf16-mixed",),
-    data=lambda: (rows(32, batch_size=8), rows(8, seed=1)),
-    callbacks=lambda: [EMAWeightAveraging(decay=0.9)],
-)
+    case("averages", Averaged, f"average_{name}", **AVERAGE, ulps=256, save_at=2, readers=readers,
+         callbacks=lambda m=make: [m(), KeepsAverage()])  # fmt: skip
+case("averages", Averaged, "average_of_masters", **AVERAGE, precisions=("bf16-mixed",),
+     callbacks=lambda: [EMAWeightAveraging(decay=0.9)])  # fmt: skip
 
 
 @case("averages", ulps=256)
 def an_average_begins_with_a_plain_checkpoint(play: Player) -> Trace:
-    data, path = (rows(32, batch_size=8), rows(8, seed=1)), str(play.folder / "plain.ckpt")
+    data, path = AVERAGE["data"](), str(play.folder / "plain.ckpt")
     trainer = play.trainer(max_epochs=1)
     trainer.fit(Averaged(), *data)
     trainer.save_checkpoint(path)
@@ -527,7 +448,9 @@ TRANSFORMS = [
 
 
 class Transformed(Regression):
-    loss_of: Callable[..., Tensor]
+    def __init__(self, loss_of: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.loss_of = loss_of
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss_of(self, batch)
@@ -535,16 +458,10 @@ class Transformed(Regression):
         return loss
 
 
-def transformed_module(loss_of: Callable[..., Tensor]) -> Any:
-    module = Transformed()
-    object.__setattr__(module, "loss_of", loss_of)
-    return module
-
-
 for transform in TRANSFORMS:
     case(
         "transforms",
-        lambda t=transform: transformed_module(t),
+        lambda t=transform: Transformed(t),
         transform.__name__,
         max_steps=2,
         ulps=64,
@@ -628,7 +545,6 @@ class Visited(Regression):
         self.changes = context not in LEVELS
         self.path = path
         self.automatic_optimization = False
-        self.notes: list[Any] = []
 
     def do(self, action: Callable[[], Any]) -> Any:
         result = self.within(action)
@@ -685,12 +601,13 @@ def visit(context: str) -> Callable[[Player], Trace]:
 
 
 for context in CONTEXTS:
+    stages = (1, 2) if context in LEVELS else ()  # transforms are refused at stage 3
     case(
         "contexts",
         name=f"within_{context.replace(' ', '_')}",
         loop=visit(context),
         ulps=64,
-        stages=(1, 2) if context in LEVELS else (),  # transforms are refused at stage 3
+        stages=stages,
     )
 
 
@@ -754,14 +671,8 @@ def kept_by_one_rank(module: Regression) -> Tensor:
 
 GRAPHS = (scaled, by_weights, read_between, scaled_in_gathered, kept_by_one_rank)
 for graph in GRAPHS:
-    case(
-        "weights in hooks",
-        Noted,
-        f"graph_{graph.__name__}",
-        max_steps=2,
-        ulps=64,
-        moments={"on_train_batch_end": lambda t, m, g=graph: g(m).detach()},
-    )
+    case("weights in hooks", Noted, f"graph_{graph.__name__}", max_steps=2, ulps=64,
+         moments={"on_train_batch_end": lambda m, *_, g=graph: g(m).detach()})  # fmt: skip
 
 
 class Late(Regression):
@@ -770,7 +681,6 @@ class Late(Regression):
     def __init__(self, *, is_frozen: bool) -> None:
         super().__init__()
         self.total: Tensor | None = None
-        self.notes: list[Any] = []
         self.head.requires_grad_(not is_frozen)
 
     def on_train_batch_end(self, *args: Any) -> None:
@@ -784,14 +694,8 @@ class Late(Regression):
             self.notes.append(torch.autograd.grad(self.total, self.scale)[0])
 
 
-case(
-    "weights in hooks",
-    lambda: Late(is_frozen=False),
-    "a_graph_of_weights_that_are_gone",
-    max_steps=2,
-    stages=(1, 2, 3),
-    precisions=("32-true", "bf16-mixed", "32-true"),
-)
+case("weights in hooks", lambda: Late(is_frozen=False), "a_graph_of_weights_that_are_gone", max_steps=2,
+     stages=(1, 2, 3), precisions=("32-true", "bf16-mixed", "32-true"))  # fmt: skip
 case(
     "weights in hooks",
     lambda: Late(is_frozen=True),
@@ -810,16 +714,8 @@ class Quantized(Regression):
             quantize(block.linear)
 
 
-case(
-    "weights in hooks",
-    Quantized,
-    "frozen_weights_in_eight_bits",
-    max_steps=3,
-    stages=(1, 2, 3),
-    precisions=("32-true", "32-true", "bf16-mixed"),
-    rests=True,
-    save_at=1,
-)
+case("weights in hooks", Quantized, "frozen_weights_in_eight_bits", max_steps=3, stages=(1, 2, 3),
+     precisions=("32-true", "32-true", "bf16-mixed"), rests=True, save_at=1)  # fmt: skip
 widen("penalty", "within_profiler")
 widen("average_mean", worlds=(1, 2))
 
@@ -840,11 +736,8 @@ class Metered(Regression):
 case("weights in hooks", Metered, max_steps=2, transports=("point to point", "backend"))
 
 
-class Swapping(Regression):
+class Swapping(Noted):
     """Validates with an average of its weights, which take turns with it in one way of two."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.1, optimizer=torch.optim.SGD)
 
     def on_fit_start(self) -> None:
         self.shadow = {n: p.data.clone() for n, p in self.named_parameters()}

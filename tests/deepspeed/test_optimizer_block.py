@@ -16,7 +16,7 @@ from lightning_zero import ZeROStrategy
 from lightning_zero.deepspeed import Config, SchedulerBlock
 from tests.oracle.messages import messages
 from tests.oracle.models import Block
-from tests.oracle.projects import Regression, Run, assert_like_ddp, make_trainer, rows
+from tests.oracle.projects import Regression, Trace, assert_like_ddp, make_trainer, rows
 from tests.oracle.ranks import Pools
 
 # ---------------------------------------------------------------------------- optimizers
@@ -202,7 +202,7 @@ def _train(stage: int | None, config: dict[str, Any], folder: str, *, resumes: b
     with messages() as said:
         trainer.fit(module, rows(), ckpt_path=f"{folder}/epoch=0.ckpt" if resumes else None)
     lines = [line for line in said if "is that of the DeepSpeed configuration" in line]
-    return Run.of(module, trainer, module.notes), lines, module.calls
+    return Trace.of(module, trainer, module.notes), lines, module.calls
 
 
 def _train_all(folder: str) -> list[Any]:

@@ -41,9 +41,10 @@ from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.device import beside_the_host
 from tests.oracle.devices import DEVICES, NO_GPU, joined, trainer_options
 from tests.oracle.faults import Fault, Job, run
+from tests.oracle.parity import require_same
 from tests.oracle.projects import Regression, Trace, make_trainer, rows
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import replicate, require_same, sgd, train
+from tests.oracle.sharded import replicate, sgd, train
 
 ON_DEVICES = pytest.mark.parametrize("kind", DEVICES)
 

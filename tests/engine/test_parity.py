@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.oracle.parity import distance_in_ulps
+from tests.oracle.parity import distance_in_ulps, require_same
 from tests.oracle.projects import Trace
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import require_same, sgd, train
+from tests.oracle.sharded import sgd, train
 
 
 def without_norms(trace: Trace) -> Trace:

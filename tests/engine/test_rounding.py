@@ -18,8 +18,9 @@ from lightning_zero.plan import Offload, Settings
 from tests.oracle.checkpoints import told
 from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting
+from tests.oracle.parity import require_same
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import adopted, replicate, require_same, shard, train
+from tests.oracle.sharded import adopted, replicate, shard, train
 
 BF16 = torch.bfloat16
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.fabric import ZeROStrategy
+from tests.cases.fabric_loops import WIDTH, batch, begun, output, train
 from tests.oracle.launch import run_script
 from tests.oracle.messages import messages
 from tests.oracle.models import Blocks
 from tests.oracle.ranks import Pools
-
-WIDTH = 8
 
 
 def fabric_of(strategy: str, precision: Any = "32-true", **more: Any) -> Fabric:
@@ -33,17 +31,6 @@ def fabric_of(strategy: str, precision: Any = "32-true", **more: Any) -> Fabric:
     return fabric
 
 
-def seeded(make: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return make()
-
-
-def batch(number: int, rank: int | None = None) -> Tensor:
-    rank = dist.get_rank() if rank is None else rank
-    generator = torch.Generator().manual_seed(100 * number + rank)
-    return torch.randn(4, WIDTH, generator=generator)
-
-
 def values(module: nn.Module) -> list[Tensor]:
     with lightning_zero.gathered(module):
         return [parameter.detach().clone() for parameter in module.parameters()]
@@ -54,9 +41,8 @@ def values(module: nn.Module) -> list[Tensor]:
 
 def non_finite(strategy: str) -> str:
     fabric = fabric_of(strategy)
-    model = seeded(lambda: Blocks(1, WIDTH))
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
-    loss = model(batch(0)).mean() * (torch.inf if fabric.global_rank == 1 else 1.0)
+    model, optimizer = begun(fabric)
+    loss = output(fabric, model, 0) * (torch.inf if fabric.global_rank == 1 else 1.0)
     fabric.backward(loss)
     with pytest.raises(RuntimeError, match="not finite") as error:
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
@@ -77,7 +63,7 @@ def on_meta() -> Any:
     assert all(parameter.is_meta for parameter in model.parameters())
     model = fabric.setup_module(model)
     assert not any(parameter.is_meta for parameter in model.parameters())
-    return model(batch(0, rank=0)).isfinite().all().item()
+    return model(batch(0, 0)).isfinite().all().item()
 
 
 def test_a_module_may_begin_on_meta(ranks: Pools) -> None:
@@ -109,25 +95,10 @@ def test_a_run_is_summed_up_once(ranks: Pools) -> None:
     ]
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-def begun(strategy: str) -> Any:
-    fabric = fabric_of(strategy)
-    model = seeded(lambda: Blocks(2, WIDTH))
-    return fabric, *fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
-
-
-def train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        fabric.backward(model(batch(step, rank=0)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def set_up_again() -> None:
     """An optimizer that comes later, with the module or a second one, steps the same sharding."""
-    fabric, model, optimizer = begun("zero3")
+    fabric = fabric_of("zero3")
+    model, optimizer = begun(fabric)
     twice, again, other = fabric.setup(
         model.module, optimizer.optimizer, torch.optim.SGD(model.module.parameters(), 0.01)
     )

@@ -58,13 +58,14 @@ def joined(kind: str, folder: str) -> Iterator[torch.device]:
         yield torch.device("cpu")
         return
     me = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    _leave()
+    leave()
     yield join(kind, store=dist.FileStore(f"{folder}/device", me["world_size"]), **me)
-    _leave()
+    leave()
     join("cpu", store=dist.FileStore(f"{folder}/host", me["world_size"]), **me)
 
 
-def _leave() -> None:
+def leave() -> None:
+    """Leave the default group."""
     dist.barrier()
     time.sleep(0.05)  # gloo's threads let go of what they have sent
     dist.destroy_process_group()

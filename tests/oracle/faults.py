@@ -22,17 +22,16 @@ import importlib
 import itertools
 import logging
 import os
+import pickle
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -42,11 +41,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_zero.comm import Communicator
-from tests.oracle.devices import join, trainer_options
-from tests.oracle.forks import server
+from tests.oracle.devices import join, leave, trainer_options
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
-from tests.oracle.ranks import _environment, _live_as_long_as_the_test
+from tests.oracle.ranks import Pool
 from tests.oracle.sharded import CPU, adamw, shard
 
 NCCL = "nccl"
@@ -212,60 +210,22 @@ class Cell:
 
 def run(job: Job) -> Cell:
     """Run a job on new processes."""
-    cell = Cell(job)
-    patience = HANG if job.kind == "hang" else 60
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder, contextlib.ExitStack() as stack:
-        ranks: dict[Connection, int] = {}
-        processes: list[Any] = []
-        stack.callback(_end, processes)
-        for rank in range(job.world):
-            here, there = Pipe()
-            output = stack.enter_context((Path(folder) / f"{rank}.log").open("wb"))
-            fault = job.fault if rank == job.odd else None
-            with there:
-                process = server(rank % 2).start(
-                    be_rank,
-                    *(rank, patience, job._replace(fault=fault), folder),
-                    connection=there,
-                    output=output,
-                    environment=_environment(rank, job.world),
-                )
-            ranks[here] = rank
-            processes.append(process)
-        _listen(cell, ranks)
-        logs = [Path(folder) / f"{rank}.log" for rank in range(job.world)]
-        cell.output = "\n".join(log.read_text(errors="replace")[-4000:] for log in logs)
+    cell, last = Cell(job), 0.0
+    but = job.odd if job.kind == "hang" else -1
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        pool = Pool(job.world, grace=2 * job.limit)
+        answers = pool.answers(be_struck, job, folder, timeout=SECONDS, but=but)
+        for rank, answer in answers.items():
+            cell.output += answer.complaint
+            if answer.good:
+                kind, text, ended, output = pickle.loads(answer.result)
+                cell.answers[rank] = kind, text
+                cell.output += output
+                last = max(last, ended)
+        struck = Path(folder) / "struck"
+        if struck.exists():
+            cell.seconds = max(last - struck.stat().st_mtime, 0.0)
     return cell
-
-
-def _listen(cell: Cell, ranks: dict[Connection, int]) -> None:
-    """Take the ranks' answers until all have ended, but for the one that hangs."""
-    struck, last, deadline = 0.0, 0.0, time.monotonic() + SECONDS
-    hung = {cell.job.odd} if cell.job.kind == "hang" else set()
-    while time.monotonic() < deadline and set(ranks.values()) - hung:
-        for connection in wait(list(ranks), timeout=0.2):
-            assert isinstance(connection, Connection)
-            try:
-                kind, text, when = connection.recv()
-            except EOFError:
-                del ranks[connection]
-                continue
-            if kind == "struck":
-                struck = when
-                deadline = time.monotonic() + 2 * cell.job.limit
-            else:
-                cell.answers[ranks[connection]] = (kind, text)
-                last = max(last, when)
-    if struck:
-        cell.seconds = max(last - struck, 0.0)
-
-
-def _end(processes: Iterable[Any]) -> None:
-    for process in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(10)
-        process.stdin.close()
 
 
 @functools.cache
@@ -281,26 +241,20 @@ def undisturbed(job: Job) -> str:
 # ---------------------------------------------------------------------------- the rank's side
 
 
-def be_rank(connection: Connection, rank: int, patience: int, job: Job, folder: str) -> None:
-    """Be a rank of a program that a fault may strike."""
-    fault, world = job.fault, job.world
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_live_as_long_as_the_test, daemon=True).start()
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=patience)
-    here = [Path(folder) / f"{one}.here" for one in range(world)]
-    here[rank].touch()
-    while not all(file.exists() for file in here):  # before patience begins
-        time.sleep(0.01)
-    store = _store(rank, world, Path(folder) / "port")
+def be_struck(job: Job, folder: str) -> tuple[str, str, float, str]:
+    """Run a program that a fault may strike; return how it ended and when, and a traceback."""
+    rank, world, output = dist.get_rank(), dist.get_world_size(), ""
+    fault = job.fault if rank == job.odd else None
+    timeout = timedelta(seconds=HANG if job.kind == "hang" else 60)
+    leave()
     kind = "cuda" if job.way == NCCL else "cpu"
+    store = _store(rank, world, Path(folder) / "port")
     join(kind, store=store, rank=rank, world_size=world, timeout=timeout)
-    torch.manual_seed(0)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     def strike() -> None:
         assert fault is not None
-        connection.send(("struck", "", time.time()))
+        (Path(folder) / "struck").touch()
         if fault.kind == "raise":
             raise Injected(f"injected at {fault.place}")
         if fault.kind == "kill":
@@ -311,12 +265,11 @@ def be_rank(connection: Connection, rank: int, patience: int, job: Job, folder: 
         with injected(fault, strike):
             answer = ("numbers", PROGRAMS[job.program](job.way, folder))
     except BaseException as error:
-        traceback.print_exc()
-        answer = ("error", str(error))
+        answer, output = ("error", str(error)), traceback.format_exc()
         # What the interpreter does with an exception that nobody catches.
         sys.last_value = error
         atexit._run_exitfuncs()
-    connection.send((*answer, time.time()))
+    return *answer, time.time(), output
 
 
 def _store(rank: int, world: int, file: Path) -> dist.Store:

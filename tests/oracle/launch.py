@@ -1,8 +1,7 @@
 """Scripts in processes of their own: for tests of launchers, commands and examples.
 
-A process begins with everything imported (forks.py) unless it is to be fresh, and so does a fork
-server of multiprocessing that it starts; other processes of its own, as launchers start them, are
-interpreters, each of which costs seconds.
+A process begins with everything imported (forks.py) unless it is to be fresh; processes of its
+own, as launchers start them, are interpreters, each of which costs seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import atexit
 import contextlib
 import faulthandler
 import io
-import multiprocessing.util
 import os
 import runpy
 import signal
@@ -24,10 +22,9 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple
 
 from tests.oracle.forks import ROOT, Process, server, without_pytest
 from tests.oracle.ranks import loopback
@@ -47,8 +44,7 @@ class ScriptError(Exception):
     """A script failed or did not end in time; the message holds what it printed."""
 
 
-@dataclass(frozen=True)
-class Finished:
+class Finished(NamedTuple):
     """The end of a script."""
 
     code: int
@@ -94,27 +90,21 @@ def run_script(
     Raises:
         ScriptError: when time is up, with the stack of every process, or as `check` says.
     """
-    if launcher != "torchrun" and (nodes, restarts) != (1, 0):
-        raise ValueError(f"{nodes=}, {restarts=} need launcher='torchrun', not {launcher!r}")
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
-        path = _path_of(script, folder)
-        port = free_port()
-        words = [str(path), *map(str, args)]
-        commands: list[list[str]] = [words]
-        own: list[dict[str, str]] = [{}]
+        words = [str(_path_of(script, folder)), *map(str, args)]
+        everybodys = {"NPROC": str(1 if launcher == "plain" else nproc), **(env or {})}
+        commands, envs = [words], [everybodys]
         if launcher == "torchrun":
-            place = ["--master-addr=127.0.0.1", f"--master-port={port}", f"--nnodes={nodes}"]
+            place = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--nnodes={nodes}"]
             options = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
             options += ["--standalone"] if nodes == 1 else place
             run = ["-m", "torch.distributed.run", *options]
             commands = [[*run, f"--node-rank={node}", *words] for node in range(nodes)]
-            own = [{}] * nodes
+            envs = [everybodys] * nodes
         elif launcher == "srun":
-            commands, own = [words] * nproc, [slurm_variables(task, nproc) for task in range(nproc)]
-            own = [{**variables, "MASTER_PORT": str(port)} for variables in own]
-        started = {"NPROC": str(1 if launcher == "plain" else nproc)}
-        everybodys = {**started, **(env or {})}
-        envs = [{**everybodys, **variables} for variables in own]
+            port = {"MASTER_PORT": str(free_port())}
+            commands = [words] * nproc
+            envs = [{**everybodys, **slurm_variables(n, nproc), **port} for n in range(nproc)]
         how: dict[str, Any] = {"timeout": timeout, "check": check, "cwd": cwd, "fresh": fresh}
         return run_python(*commands, env=envs, **how)
 
@@ -187,12 +177,12 @@ def run_python(
                 stack.enter_context((folder / f"{number}.{end}").open("wb"))
                 for end in ("out", "err")
             ]
-            start = _start_fresh if fresh else _start_forked
-            process = start(command, outputs, {**environment, **variables}, cwd)
-            processes.append(process)
+            processes.append(_start(command, outputs, {**environment, **variables}, cwd, fresh))
         in_time = _wait(processes, timeout)
-        if not in_time:
-            _abort(mark, processes)
+        if not in_time:  # each prints its stack; parents first: they must not end their children
+            for pid in sorted(_tree(mark, processes)):
+                _signal([pid], signal.SIGABRT)
+                time.sleep(0.2)
         deadline = time.monotonic() + REST_SECONDS
         while _tree(mark, processes) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -207,35 +197,22 @@ def run_python(
     return finished
 
 
-def _start_fresh(
-    command: Sequence[str], outputs: Sequence[IO[bytes]], environment: Mapping[str, str], cwd: Path
+def _start(
+    command: Sequence[str],
+    outputs: Sequence[IO[bytes]],
+    environment: Mapping[str, str],
+    cwd: Path,
+    fresh: bool,
 ) -> Started:
-    """Start an interpreter with a command line."""
-    return subprocess.Popen(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=outputs[0],
-        stderr=outputs[1],
-        start_new_session=True,
-    )
-
-
-def _start_forked(
-    command: Sequence[str], outputs: Sequence[IO[bytes]], environment: Mapping[str, str], cwd: Path
-) -> Started:
-    """Start a process that is as an interpreter with this command line, but for its imports."""
+    """Start an interpreter with a command line, or a process that is as one but for its imports."""
     out, err = outputs
+    if fresh:
+        how: Any = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": environment}
+        return subprocess.Popen([sys.executable, *command], cwd=cwd, stdout=out, stderr=err, **how)
     here, there = Pipe()
     with here, there:
-        return server(0).start(
-            _be_python,
-            *(list(command), err.name, cwd),
-            connection=there,
-            output=out,
-            environment=environment,
-        )
+        what = (_be_python, list(command), err.name, cwd)
+        return server(0).start(*what, connection=there, output=out, environment=environment)
 
 
 def _be_python(connection: Connection, command: list[str], errors: str, cwd: Path) -> None:
@@ -245,7 +222,6 @@ def _be_python(connection: Connection, command: list[str], errors: str, cwd: Pat
         os.dup2(file.fileno(), 2)
     faulthandler.enable()
     os.chdir(cwd)
-    _fork_servers()
     code = 0
     try:
         _be_main(command)
@@ -263,32 +239,6 @@ def _be_python(connection: Connection, command: list[str], errors: str, cwd: Pat
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _fork_servers() -> None:
-    """Let a fork server of multiprocessing be forked, in place of an interpreter's start."""
-    start = multiprocessing.util.spawnv_passfds
-
-    def start_or_fork(path: bytes, args: Sequence[str], fds: Sequence[int]) -> int:
-        code = str(args[-1])
-        if "multiprocessing.forkserver" not in code:
-            return start(path, args, fds)
-        if pid := os.fork():
-            return pid
-        try:
-            # Among the others is the end by whose closing the server learns that it is left alone.
-            kept, last = {0, 1, 2, *fds}, max(map(int, os.listdir("/proc/self/fd")))
-            for descriptor in set(range(last + 1)) - kept:
-                with contextlib.suppress(OSError):
-                    os.close(descriptor)
-            exec(code, {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-
-    if Path("/proc/self/fd").exists():
-        multiprocessing.util.spawnv_passfds = start_or_fork
 
 
 def _be_main(command: list[str]) -> None:
@@ -343,15 +293,6 @@ def _wait(processes: list[Started], seconds: float) -> bool:
     return True
 
 
-def _abort(mark: str, processes: list[Started]) -> None:
-    """Have each process print its stack and die, one after another for the sake of the reader."""
-    for pid in sorted(_tree(mark, processes)):  # parents first: they must not end their children
-        _signal([pid], signal.SIGABRT)
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and is_running(pid):
-            time.sleep(0.02)
-
-
 def _kill(mark: str, processes: list[Started]) -> None:
     _signal(_tree(mark, processes), signal.SIGKILL)
     for process in processes:
@@ -376,14 +317,3 @@ def _tree(mark: str, processes: list[Started]) -> set[int]:
             if f"{MARK}={mark}".encode() in path.read_bytes():
                 tree.add(int(path.parent.name))
     return tree
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and is not just waiting to be buried."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return not Path("/proc/self").exists()

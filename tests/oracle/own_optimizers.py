@@ -1,4 +1,4 @@
-"""Element-wise optimizers as users write them, and a module to train."""
+"""Element-wise optimizers as users write them."""
 
 from __future__ import annotations
 
@@ -6,29 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-
-
-class Layers(LightningModule):
-    """Units of odd sizes, so that a rank has empty pieces, and losses that differ by rank."""
-
-    widths = (4, 5, 3, 1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(map(nn.Linear, self.widths, self.widths[1:]))
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.loss(batch)
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = batch[0][:, :4] / 11 + self.global_rank / 7
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return (x - 1).square().mean()
 
 
 class Own(Optimizer):

@@ -1,10 +1,11 @@
-"""Rows of ranks, gradients of ranks, and distances of numbers."""
+"""Rows of ranks, gradients of ranks, and how results are compared."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,3 +49,60 @@ def distance_in_ulps(value: Tensor, target: Tensor, dtype: torch.dtype | None = 
     value, target = value[finite].double(), target[finite].double()
     largest = target.abs().max().clamp_min(torch.finfo(dtype).smallest_normal)
     return float((value - target).abs().max() / largest / torch.finfo(dtype).eps)
+
+
+def is_close(one: Any, other: Any, eps: float) -> bool:
+    """Return whether nested values differ by rounding only."""
+    if isinstance(other, Tensor):
+        if not isinstance(one, Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        one, other = (v.resolve_conj() if v.is_complex() else v.double() for v in (one, other))
+        return torch.allclose(one, other, rtol=eps, atol=eps / 10)
+    if isinstance(other, float):
+        return one == other or abs(one - other) <= eps / 10 + eps * abs(other)
+    if isinstance(other, dict):
+        return list(one) == list(other) and all(is_close(one[k], other[k], eps) for k in other)
+    if isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(
+            is_close(mine, its, eps) for mine, its in zip(one, other, strict=True)
+        )
+    return bool(one == other)
+
+
+def differences(
+    ours: Any, theirs: Any, ulps: float = 0, dtype: torch.dtype | None = None
+) -> Iterator[str]:
+    """Say where a trace is not another.
+
+    Args:
+        ours: What is compared.
+        theirs: What it must be.
+        ulps: How far parameters, buffers and metrics may be off, in roundings of `dtype`.
+        dtype: None is each tensor's own.
+    """
+    for mine, its in ((ours.params, theirs.params), (ours.metrics, theirs.metrics)):
+        if list(mine) != list(its):
+            yield f"has {list(mine)}, not {list(its)}"
+            continue
+        for name, target in its.items():
+            value = mine[name]
+            if (value.shape, value.dtype) != (target.shape, target.dtype):
+                yield f"{name} is {value.dtype} {value.shape}, not {target.dtype} {target.shape}"
+                continue
+            narrow = dtype if dtype and dtype.itemsize < target.itemsize else None
+            if (distance := distance_in_ulps(value, target, narrow)) > ulps:
+                yield f"{name} is off by {distance:.3g} ulps"
+    eps = max(1e-4, 8 * torch.finfo(dtype).eps if dtype else 0.0)
+    for what in ("losses", "notes", "saved"):
+        mine, its = getattr(ours, what), getattr(theirs, what)
+        is_compared = what != "saved" or (mine and its)
+        if is_compared and not is_close(mine, its, eps):
+            yield f"{what} are {mine!r:.2000}, not {its!r:.2000}"
+    if ours.files != theirs.files:
+        yield f"files are {ours.files}, not {theirs.files}"
+
+
+def require_same(ours: Any, theirs: Any, **how: Any) -> None:
+    """Fail unless a trace is another, as `differences` says."""
+    found = list(differences(ours, theirs, **how))
+    assert not found, "\n".join(found)

@@ -1,8 +1,9 @@
 """One runner of all cases: what users do, under DDP and under every way of sharding.
 
-A case is declared in `tests/cases`, most by a module and options, some by a function:
+A case is declared in `tests/cases`, by a module, options and what hooks do, or by a function:
 
     case("loops", Regression, max_epochs=2)          # fits; params, losses, metrics are DDP's
+    case("loops", name="norms", moments={"on_train_batch_end": lambda m, *_: m.head.weight.norm()})
 
     @case("loops")
     def two_trainers(play: Player) -> Trace:         # whatever a user may write
@@ -25,8 +26,10 @@ import dataclasses
 import functools
 import importlib
 import random
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,8 +47,8 @@ import lightning_zero
 from lightning_zero import ZeROStrategy
 from lightning_zero.memory.summary import resting
 from tests.oracle.models import Block
-from tests.oracle.parity import distance_in_ulps
-from tests.oracle.projects import WAYS, Trace, is_close, make_trainer, rows, wired
+from tests.oracle.parity import differences
+from tests.oracle.projects import WAYS, Noted, Trace, make_trainer, rows, wired
 
 TRANSPORTS = tuple(WAYS)
 DTYPES = {
@@ -85,30 +88,34 @@ class Case:
     Attributes:
         feature: The feature that it belongs to, for the table of covered pairs.
         name: Unique among all.
-        module: Makes the module that is fitted; unused by a `loop` that is a function.
-        loop: "trainer", or a function of a `Player` that does everything.
+        module: Makes the module that is fitted.
+        loop: A function of a `Player` that does everything; by default it fits the module.
         options: Of the Trainer; `callbacks` and `data` are functions that make them.
-        moments: Functions of (trainer, module) by hook; what they return is noted.
+        moments: Functions of the module, and of what else a hook is given, by hook; what they
+            return is noted.
         stages, worlds, precisions, transports: Each value of each occurs in a way.
         settings: Of the strategy: one dictionary, or several of which each occurs in a way.
         ddp: Lightning's strategy that it is held against.
         save_at: The number of epochs after which it saves.
         readers: Who goes on from there: stages, "ddp", "own", which is the same way again, or
-            "of ddp", which is this way from DDP's file.
+            "of ddp", which is this way from DDP's file. "again" goes on under DDP too, and what
+            that leaves is compared.
+        warns: What rank 0 is told of states that are not loaded; "" is nothing, None anything.
         ulps: How far parameters and buffers may be off, in roundings of the largest value.
         rests: Whether resting bytes are as predicted, and nothing is gathered between steps.
         is_slow: Whether only `make slow` plays it.
         dtype: The dtype whose roundings count; by default each tensor's own, or the precision's.
         bits: Whether bits are equal in half precision too.
+        where: The module that declares it.
         cut: The number of ranks over which tensor parallelism cuts, which share their rows.
     """
 
     feature: str
     name: str
-    module: Callable[[], LightningModule] | None = None
-    loop: str | Callable[[Player], Trace] = "trainer"
+    module: Callable[[], LightningModule] = Noted
+    loop: Callable[[Player], Trace] | None = None
     options: dict[str, Any] = field(default_factory=dict)
-    moments: dict[str, Callable[[Trainer, Any], Any]] = field(default_factory=dict)
+    moments: dict[str, Callable[..., Any]] = field(default_factory=dict)
     stages: Sequence[int] = ()
     worlds: Sequence[int] = (2,)
     precisions: Sequence[str] = ("32-true",)
@@ -117,13 +124,19 @@ class Case:
     ddp: str = "ddp"
     save_at: int = 0
     readers: Sequence[str | int] = ()
+    warns: str | None = None
     ulps: float = 0.0
     rests: bool = False
     bits: bool = False
     is_slow: bool = False
     dtype: torch.dtype | None = None
     cut: int = 1
-    number: int = 0
+    where: str = ""
+
+    @property
+    def number(self) -> int:
+        """Choose what goes round from case to case, whatever other cases there are."""
+        return zlib.crc32(self.name.encode())
 
     def ways(self, world: int) -> list[Way]:
         """Return ways that have each value of each dimension once, at least, for this world.
@@ -158,16 +171,20 @@ def case(feature: str, module: Any = None, name: str = "", **given: Any) -> Any:
     What is no field of `Case` is an option of the Trainer.
     """
     fields = {key: given.pop(key) for key in list(given) if key in Case.__dataclass_fields__}
+    if module is not None:
+        fields["module"] = module
+    fields["where"] = sys._getframe(1).f_globals["__name__"]
 
-    def declare(name: str, **more: Any) -> None:
+    def declare(name: str) -> None:
         assert name not in CASES, f"two cases are called {name}"
-        CASES[name] = Case(feature, name, options=given, number=len(CASES), **fields, **more)
+        CASES[name] = Case(feature, name, options=given, **fields)
 
-    if module is not None or "loop" in fields:
-        return declare(name or module.__name__, **({"module": module} if module else {}))
+    if module is not None or name:
+        return declare(name or module.__name__)
 
     def decorate(function: Callable[[Player], Trace]) -> Callable[[Player], Trace]:
-        declare(name or function.__name__, loop=function)
+        fields["loop"] = function
+        declare(function.__name__)
         return function
 
     return decorate
@@ -275,15 +292,13 @@ class Player:
 class _Moments(Callback):
     """Calls a function in each of some hooks and notes what it returns."""
 
-    def __init__(self, moments: Mapping[str, Callable[[Trainer, Any], Any]]) -> None:
+    def __init__(self, moments: Mapping[str, Callable[..., Any]]) -> None:
         self.notes: list[Any] = []
         for hook, use in moments.items():
             setattr(self, hook, functools.partial(self._note, use))
 
-    def _note(
-        self, use: Callable[[Trainer, Any], Any], trainer: Trainer, module: Any, *_: Any
-    ) -> None:
-        if (seen := use(trainer, module)) is not None:
+    def _note(self, use: Callable[..., Any], trainer: Trainer, module: Any, *given: Any) -> None:
+        if (seen := use(module, *given)) is not None:
             self.notes.append(seen)
 
 
@@ -301,16 +316,13 @@ class _Saves(Callback):
 def by_trainer(play: Player) -> Trace:
     """Fit the case's module; save in the middle, and let the readers go on from there.
 
-    A file that is saved has the weights and the states of DDP's.
+    A file that is saved has what DDP's has.
     """
     case, path = play.case, play.folder / "mid.ckpt"
-    assert case.module is not None
 
     def fit(strategy: Any = None, begin: Any = None) -> Trace:
-        assert case.module is not None
         moments = _Moments(case.moments)
-        makes = case.options.get("callbacks", list)
-        callbacks = [*makes(), moments]
+        callbacks = [*case.options.get("callbacks", list)(), moments]
         if case.save_at and begin is None:
             callbacks.append(_Saves(str(path), case.save_at))
         trace = play.fit(case.module(), callbacks=callbacks, ckpt_path=begin, strategy=strategy)
@@ -319,16 +331,20 @@ def by_trainer(play: Player) -> Trace:
         return trace
 
     trace = fit()
-    for reader in () if play.is_ddp else case.readers:
-        strategy: Any = {"ddp": case.ddp, "own": None, "of ddp": None}.get(reader, reader)
-        strategy = play.plain(strategy) if isinstance(strategy, int) else strategy
-        of_ddp = play.folder.parent / play.way.precision / "mid.ckpt"
-        resumed = fit(strategy, str(of_ddp if reader == "of ddp" else path))
-        far = differences(Trace(resumed.params), Trace(trace.params), case.ulps, None)
-        play.problems += [f"resumed by {reader}: {text}" for text in far]
+    for reader in case.readers:
+        if reader == "again":
+            first, trace = trace, fit(begin=str(path))
+            trace.notes = [first.notes, trace.notes]
+        elif not play.is_ddp:
+            strategy: Any = {"ddp": case.ddp, "own": None, "of ddp": None}.get(reader, reader)
+            strategy = play.plain(strategy) if isinstance(strategy, int) else strategy
+            of_ddp = play.folder.parent / play.way.precision / "mid.ckpt"
+            resumed = fit(strategy, str(of_ddp if reader == "of ddp" else path))
+            far = differences(Trace(resumed.params), Trace(trace.params), case.ulps)
+            play.problems += [f"resumed by {reader}: {text}" for text in far]
     if path.is_file():
-        saved = torch.load(path, weights_only=False)
-        trace.saved = [saved["state_dict"], saved["optimizer_states"]]
+        trace.saved = torch.load(path, weights_only=False)
+        del trace.saved["callbacks"]
     return trace
 
 
@@ -364,11 +380,15 @@ def play(case: Case, way: Way, folder: Path) -> tuple[Trace, list[str]]:
     torch.default_generator.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     player = Player(case, way, folder)
-    loop = by_trainer if case.loop == "trainer" else case.loop
-    assert callable(loop)
     context: Any = contextlib.nullcontext([]) if player.is_ddp else wired(way.transport)
-    with context as taken:
-        trace = loop(player)
+    with context as taken, warnings.catch_warnings(record=case.warns is not None) as caught:
+        warnings.simplefilter("always") if caught is not None else None
+        trace = (case.loop or by_trainer)(player)
+    if caught is not None and not player.is_ddp:
+        told = [str(each.message) for each in caught if "states of" in str(each.message)]
+        is_told = bool(case.warns) and player.rank == 0
+        if len(told) != is_told or not all(case.warns in text for text in told):
+            player.problems.append(f"warns {told}")
     trace.transport = taken[0] if taken else ""
     dist.barrier()
     names = [str(path.relative_to(folder)) for path in folder.rglob("*")]
@@ -397,34 +417,3 @@ def play_all(module: str, name: str, world: int, folder: str) -> list[str]:
         far = differences(trace, target, max(case.ulps, least), dtype)
         found += [f"{way}: {text}" for text in (*problems, *far)]
     return found
-
-
-def differences(
-    ours: Trace, theirs: Trace, ulps: float, dtype: torch.dtype | None
-) -> Iterator[str]:
-    """Say where a trace is not another."""
-    for mine, its in ((ours.params, theirs.params), (ours.metrics, theirs.metrics)):
-        if list(mine) != list(its):
-            yield f"has {list(mine)}, not {list(its)}"
-            continue
-        for name, target in its.items():
-            value = mine[name]
-            if (value.shape, value.dtype) != (target.shape, target.dtype):
-                yield f"{name} is {value.dtype} {value.shape}, not {target.dtype} {target.shape}"
-                continue
-            narrow = dtype if dtype and dtype.itemsize < target.itemsize else None
-            if (distance := distance_in_ulps(value, target, narrow)) > ulps:
-                yield f"{name} is off by {distance:.3g} ulps"
-    eps = max(1e-4, 8 * torch.finfo(dtype).eps if dtype else 0.0)
-    if not is_close(ours.losses, theirs.losses, eps):
-        yield f"losses are {ours.losses}, not {theirs.losses}"
-    if not is_close(ours.notes, theirs.notes, eps):
-        yield f"notes are {_short(ours.notes)}, not {_short(theirs.notes)}"
-    if theirs.saved and ours.saved and not is_close(ours.saved, theirs.saved, eps):
-        yield f"its file has {_short(ours.saved)}, not {_short(theirs.saved)}"
-    if ours.files != theirs.files:
-        yield f"files are {ours.files}, not {theirs.files}"
-
-
-def _short(value: Any) -> str:
-    return f"{value!r:.2000}"

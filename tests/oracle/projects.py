@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator
 from tests.oracle.models import Block, Blocks
-from tests.oracle.parity import distance_in_ulps
+from tests.oracle.parity import require_same
 
 WAYS: dict[str, dict[str, bool]] = {
     "windows": {},
@@ -61,6 +61,7 @@ class Regression(LightningModule):
         self.lr = lr
         self.optimizer = optimizer
         self.losses: list[float] = []
+        self.notes: list[Any] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.net(x))
@@ -85,6 +86,25 @@ class Regression(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return self.optimizer(self.parameters(), lr=self.lr)
+
+
+class Noted(Regression):
+    """SGD, so that rounding stays small."""
+
+    def __init__(self, lr: float = 0.1, optimizer: Any = torch.optim.SGD) -> None:
+        super().__init__(lr, optimizer)
+
+
+class ByHand(Noted):
+    """Steps by hand, without a closure."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
 
 
 def rows(num_rows: int = 16, *, batch_size: int = 2, seed: int = 0) -> DataLoader[Any]:
@@ -169,20 +189,17 @@ class Trace:
         return cls(state, metrics, list(getattr(module, "losses", [])), notes)
 
 
-Run = Trace
-
-
-def fit(module: LightningModule, strategy: str | int | Strategy, **options: Any) -> Run:
+def fit(module: LightningModule, strategy: str | int | Strategy, **options: Any) -> Trace:
     """Fit on `rows()`, or on the loaders in `data`."""
     data = options.pop("data", None) or (rows(),)
     trainer = make_trainer(strategy, **options)
     trainer.fit(module, *data)
-    return Run.of(module, trainer)
+    return Trace.of(module, trainer)
 
 
 def under_all(
-    function: Callable[..., Run], *args: Any, stages: Iterable[int], **kwargs: Any
-) -> dict[str | int, Run]:
+    function: Callable[..., Trace], *args: Any, stages: Iterable[int], **kwargs: Any
+) -> dict[str | int, Trace]:
     """`function(strategy, ...)` under DDP and under each of the stages.
 
     At stages 1 and 2 weights are whole alike: where all three would prove the same over and over,
@@ -191,51 +208,8 @@ def under_all(
     return {name: function(name, *args, **kwargs) for name in ("ddp", *stages)}
 
 
-def assert_like_ddp(
-    runs: Sequence[dict[str | int, Run]],
-    *,
-    ulps: float = 16.0,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Fail unless every stage leaves behind on every rank what DDP leaves behind there.
-
-    Args:
-        runs: Each rank's runs by strategy.
-        ulps: How far parameters, buffers and metrics may be off, in roundings of `dtype`.
-        dtype: None is each tensor's own.
-    """
-    for rank, by_strategy in enumerate(runs):
-        expected = by_strategy["ddp"]
-        for name, run in by_strategy.items():
-            where = f"rank {rank}, stage {name}"
-            _assert_same(run.params, expected.params, where, ulps, dtype)
-            _assert_same(run.metrics, expected.metrics, where, ulps, dtype)
-            eps = max(1e-4, 8 * torch.finfo(dtype).eps if dtype else 0.0)
-            for ours, theirs in ((run.losses, expected.losses), (run.notes, expected.notes)):
-                assert is_close(ours, theirs, eps), f"{where}: {ours} is not {theirs}"
-
-
-def _assert_same(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor], where: str, ulps: float, dtype: Any
-) -> None:
-    assert list(ours) == list(theirs), f"{where}: other names"
-    for name, target in theirs.items():
-        assert ours[name].shape == target.shape, f"{where}: {name} has another shape"
-        assert ours[name].dtype == target.dtype, f"{where}: {name} has another dtype"
-        distance = distance_in_ulps(ours[name], target, dtype)
-        assert distance <= ulps, f"{where}: {name} is off by {distance:.3g} ulps"
-
-
-def is_close(one: Any, other: Any, eps: float) -> bool:
-    """Return whether nested values differ by rounding only."""
-    if isinstance(other, Tensor):
-        return isinstance(one, Tensor) and torch.allclose(one, other, rtol=eps, atol=eps / 10)
-    if isinstance(other, float):
-        return one == other or abs(one - other) <= eps / 10 + eps * abs(other)
-    if isinstance(other, dict):
-        return list(one) == list(other) and all(is_close(one[k], other[k], eps) for k in other)
-    if isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(
-            is_close(mine, its, eps) for mine, its in zip(one, other, strict=True)
-        )
-    return bool(one == other)
+def assert_like_ddp(runs: Sequence[dict[str | int, Trace]], **how: Any) -> None:
+    """Fail unless every stage leaves behind on every rank what DDP leaves behind there."""
+    for by_strategy in runs:
+        for run in by_strategy.values():
+            require_same(run, by_strategy["ddp"], **{"ulps": 16.0, **how})

@@ -30,9 +30,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copyreg
 import faulthandler
-import io
 import os
 import pickle
 import random
@@ -63,6 +61,10 @@ START_SECONDS = 240.0
 MEET_SECONDS = 120.0
 GRACE_SECONDS = 30.0
 SHOWN_CHARACTERS = 6000
+
+
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A function and its arguments."""
 
 
 class RankError(Exception):
@@ -133,12 +135,10 @@ class Pool:
             TypeError: when the ranks cannot import the function by its name.
         """
         name = _importable_name(function)
-        request = pickle.dumps((function, args, kwargs))
         try:
-            if not self._ranks:
-                self._start()
+            self._start()
             self._num_calls += 1
-            results = self._ask(name, request, timeout)
+            results = self._results(name, (function, args, kwargs), timeout)
             self._meet(f"{name} returned, but the ranks are out of step after it", MEET_SECONDS)
             for rank in self._ranks:
                 rank.process.send_signal(signal.SIGSTOP)
@@ -146,6 +146,16 @@ class Pool:
             self.kill()
             raise
         return [pickle.loads(result) for result in results]
+
+    def answers(
+        self, function: Callable[..., Any], *args: Any, timeout: float, but: int = -1
+    ) -> dict[int, Answer]:
+        """Return how the function ends on each rank, and end all; nobody waits for rank `but`."""
+        try:
+            self._start()
+            return self._ask((function, args, {}), timeout, but)
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         """End all processes at once; the next `run` starts fresh ones."""
@@ -157,6 +167,8 @@ class Pool:
             self._folder = None
 
     def _start(self) -> None:
+        if self._ranks:
+            return
         self._folder = tempfile.TemporaryDirectory(prefix=f"ranks-{self.world_size}-")
         folder = Path(self._folder.name)
         # Neighbours come from different servers (forks.py says why), which import side by side.
@@ -166,13 +178,20 @@ class Pool:
         self._meet("the ranks could not be started", START_SECONDS)
 
     def _meet(self, complaint: str, timeout: float) -> None:
-        self._ask(complaint, pickle.dumps((_meet, (self._num_calls + 1,), {})), timeout)
+        self._results(complaint, (_meet, (self._num_calls + 1,), {}), timeout)
 
-    def _ask(self, name: str, request: bytes, timeout: float) -> list[bytes]:
+    def _results(self, name: str, call: Call, timeout: float) -> list[bytes]:
+        answers = self._ask(call, timeout)
+        if not all(answer.good for answer in answers.values()):
+            raise RankError(self._report(name, answers))
+        return [answers[index].result for index in range(self.world_size)]
+
+    def _ask(self, call: Call, timeout: float, but: int = -1) -> dict[int, Answer]:
+        request = pickle.dumps(call)
         for rank in self._ranks:
             rank.send(request)
         answers: dict[int, Answer] = {}
-        waiting = list(self._ranks)
+        waiting = [rank for rank in self._ranks if rank.index != but]
         deadline = time.monotonic() + timeout
         reason = f"no answer within {timeout:g} s"
         while waiting and time.monotonic() < deadline:
@@ -185,9 +204,7 @@ class Pool:
                     reason = f"no answer within {self.grace:g} s of the first failure"
         for rank in waiting:
             answers[rank.index] = Answer(False, f"hangs: {reason}. It is here:\n{rank.stack()}")
-        if not all(answer.good for answer in answers.values()):
-            raise RankError(self._report(name, answers))
-        return [answers[index].result for index in range(self.world_size)]
+        return answers
 
     def _report(self, name: str, answers: dict[int, Answer]) -> str:
         failed = {index: a.complaint for index, a in sorted(answers.items()) if not a.good}
@@ -379,7 +396,7 @@ def _answer(request: bytes) -> bytes:
     try:
         function, args, kwargs = pickle.loads(request)
         _seed()
-        answer = (True, "", _pickled(function(*args, **kwargs)))
+        answer = (True, "", pickle.dumps(function(*args, **kwargs)))
     except BaseException as error:  # SystemExit and pytest's outcomes are answers too
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))
@@ -387,30 +404,6 @@ def _answer(request: bytes) -> bytes:
     sys.stdout.flush()
     sys.stderr.flush()
     return pickle.dumps(answer)
-
-
-def _pickled(result: Any) -> bytes:
-    """Pickle a result, of which most is small tensors: torch makes an archive of each."""
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream)
-    pickler.dispatch_table = {**copyreg.dispatch_table, torch.Tensor: _reduced}
-    pickler.dump(result)
-    return stream.getvalue()
-
-
-def _reduced(tensor: torch.Tensor) -> Any:
-    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
-    is_plain = is_plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-    if not is_plain or tensor.requires_grad or tensor.is_quantized or vars(tensor):
-        return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
-    content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-    return _rebuilt, (content, tensor.dtype, tuple(tensor.shape))
-
-
-def _rebuilt(content: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not content:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
 
 
 def _seed() -> None:

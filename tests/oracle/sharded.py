@@ -28,7 +28,6 @@ from lightning_zero.optimizer import LossScaler, clip
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import MODELS, Batch, Block, Case
 from tests.oracle.parity import share
-from tests.oracle.play import differences
 from tests.oracle.projects import Trace
 
 CPU = torch.device("cpu")
@@ -215,14 +214,6 @@ def _trace(
     named = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
     finite = [norm if math.isfinite(norm) else math.inf for norm in norms]
     return Trace({**masters, **named}, losses=losses, notes=finite)
-
-
-def require_same(
-    ours: Trace, theirs: Trace, *, ulps: float = 0, dtype: torch.dtype | None = None
-) -> None:
-    """Fail unless parameters and buffers agree to so many roundings, losses and norms closely."""
-    found = list(differences(ours, theirs, ulps, dtype))
-    assert not found, "\n".join(found)
 
 
 @contextlib.contextmanager

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracle.parity import distance_in_ulps
+from tests.oracle.parity import distance_in_ulps, require_same
 from tests.oracle.projects import Trace
 from tests.oracle.ranks import Pool, RankError
-from tests.oracle.sharded import require_same
 
 
 def fail_alone() -> None:

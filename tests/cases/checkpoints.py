@@ -1,0 +1,425 @@
+"""Checkpoints that hooks read and edit, other optimizers than were saved, plugins that write them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from torch import Tensor, nn
+
+from tests.oracle.play import Player, case, widen
+from tests.oracle.projects import WIDTH, Regression, Trace, rows
+
+
+class Edited(Regression):
+    """Has a batch norm and as many optimizers as asked, of which some step whole parameters."""
+
+    automatic_optimization = False
+
+    def __init__(self, num_optimizers: int = 2, on_load: Any = None) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.num_optimizers, self.on_load = num_optimizers, on_load
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.on_load is not None:
+            self.on_load(self, checkpoint)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.trainer.strategy._lightning_optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for config in self.trainer.lr_scheduler_configs:
+            config.scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        # The weights that are there when optimizers are made are those of the checkpoint.
+        self.notes += [float(p.detach().sum()) for p in self.parameters()]
+        kinds = [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD]
+        pairs = list(zip(kinds, (self.net, self.head, self.norm), strict=True))
+        optimizers = [
+            kind(part.parameters(), lr=0.02) for kind, part in pairs[: self.num_optimizers]
+        ]
+        return optimizers, [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+
+
+# -- edits -----------------------------------------------------------------------------------------
+
+
+def clear_all_states(m: Any, checkpoint: Any) -> None:
+    checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = [], []
+
+
+def clear_one_state(m: Any, checkpoint: Any) -> None:
+    checkpoint["optimizer_states"][0]["state"] = {}
+
+
+def drop_the_last_optimizer(m: Any, checkpoint: Any) -> None:
+    checkpoint["optimizer_states"].pop()
+
+
+def drop_a_parameters_state(m: Any, checkpoint: Any) -> None:
+    checkpoint["optimizer_states"][0]["state"].pop(1)
+
+
+def change_states(m: Any, checkpoint: Any) -> None:
+    states = checkpoint["optimizer_states"][0]["state"]
+    states[0]["exp_avg"] = torch.zeros_like(states[0]["exp_avg"])
+    states[1]["exp_avg"].mul_(2)
+    states[2]["exp_avg_sq"] = states[2]["exp_avg_sq"] * 4
+
+
+def change_a_rate(m: Any, checkpoint: Any) -> None:
+    for state in checkpoint["optimizer_states"]:
+        state["param_groups"][0]["lr"] = 0.3
+
+
+def replace_weights(m: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    weights["head.weight"] = torch.full((WIDTH, WIDTH), 0.25)
+    weights["head.bias"] = weights["head.bias"] + 1
+    weights["norm.weight"] = weights["norm.weight"].half()
+
+
+def change_weights(m: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"]["head.bias"].add_(1)
+
+
+def keep_own_weights(m: Any, checkpoint: Any) -> None:
+    own = m.state_dict()
+    for name in ("norm.num_batches_tracked", "norm.running_mean", "head.weight"):
+        checkpoint["state_dict"][name] = own[name]
+
+
+def take_as_parameters(m: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    m.head.weight = nn.Parameter(weights["head.weight"])
+    m.norm.running_mean = weights["norm.running_mean"]
+    weights["head.bias"] = nn.Parameter(weights["head.bias"].clone()) * 2
+
+
+def drop_weights(m: Any, checkpoint: Any) -> None:
+    m.strict_loading = False
+    for name in ("norm.num_batches_tracked", "head.weight"):
+        del checkpoint["state_dict"][name]
+
+
+def assign_data(m: Any, checkpoint: Any) -> None:
+    for name, parameter in m.named_parameters():
+        parameter.data = checkpoint["state_dict"][name]
+    m.head.weight.detach().mul_(2)
+    checkpoint["state_dict"] = dict(m.state_dict())
+
+
+def use_other_classes(m: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"] = MappingProxyType(checkpoint["state_dict"])
+    for state in checkpoint["optimizer_states"]:
+        for group in state["param_groups"]:
+            group["params"] = tuple(group["params"])
+        state["param_groups"] = tuple(state["param_groups"])
+    for of_one in checkpoint["optimizer_states"][0]["state"].values():
+        of_one["step"] = of_one["step"].view(1)
+
+
+def fuse_and_split(m: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    names = [f"net.blocks.{number}.linear.weight" for number in range(3)]
+    for name, part in zip(names, torch.cat([weights[n] for n in names]).chunk(3), strict=True):
+        weights[name] = part.t()
+
+
+def store_under_another_name(m: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"] = {f"old.{k}": v for k, v in checkpoint["state_dict"].items()}
+
+
+def give_names_back(m: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    checkpoint["state_dict"] = {k.removeprefix("old."): v for k, v in weights.items()}
+
+
+def store_in_half(m: Any, checkpoint: Any) -> None:
+    weights = checkpoint["state_dict"]
+    for name, value in weights.items():
+        weights[name] = value.to(torch.bfloat16) if value.is_floating_point() else value
+    checkpoint["twice"] = weights["head.weight"].double()
+
+
+def store_other_tensors(m: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"]["head.weight"] = torch.full((WIDTH, WIDTH), 0.5)
+    checkpoint["also"] = checkpoint["state_dict"].pop("head.bias")
+
+
+def take_the_other_tensors(m: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"]["head.bias"] = checkpoint["also"]
+
+
+ON_LOAD = (change_weights, clear_one_state, drop_a_parameters_state, change_states, change_a_rate, replace_weights,
+           keep_own_weights, take_as_parameters, drop_weights, assign_data, use_other_classes, fuse_and_split,
+           clear_all_states, drop_the_last_optimizer)  # fmt: skip
+ON_SAVE: tuple[tuple[Any, Any], ...] = (
+    (store_under_another_name, give_names_back), (store_in_half, None), (store_other_tensors, take_the_other_tensors),
+    (clear_all_states, None),
+)  # fmt: skip
+FRESH = "Optimizers that begin fresh: "
+WARNS = {
+    clear_all_states: f"{FRESH}0 (AdamW), 1 (Adafactor).",
+    drop_the_last_optimizer: f"{FRESH}1 (Adafactor).",
+}
+AGAIN: dict[str, Any] = {
+    "max_epochs": 2,
+    "limit_train_batches": 2,
+    "save_at": 1,
+    "readers": ("again",),
+    "ulps": 64,
+}
+for edit in ON_LOAD:
+    case(
+        "checkpoints",
+        lambda e=edit: Edited(on_load=e),
+        f"load_{edit.__name__}",
+        warns=WARNS.get(edit, ""),
+        **AGAIN,
+    )
+for edit in (change_states, clear_all_states):  # by a callback, which comes when weights are loaded
+    case("checkpoints", Edited, f"callback_{edit.__name__}", moments={"on_load_checkpoint": edit},
+         warns=WARNS.get(edit, ""), **AGAIN)  # fmt: skip
+for edit, back in ON_SAVE:
+    case("checkpoints", lambda b=back: Edited(on_load=b), f"save_{edit.__name__}", moments={"on_save_checkpoint": edit},
+         warns=WARNS.get(edit, ""), **AGAIN)  # fmt: skip
+
+
+class OtherNumber(Edited):
+    """Has other optimizers when it is resumed."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def configure_optimizers(self) -> Any:
+        self.num_optimizers = self.numbers[self.trainer.ckpt_path is not None]
+        return super().configure_optimizers()
+
+
+for numbers, words in (
+    ((1, 3), f"{FRESH}1 (Adafactor), 2 (SGD)."),
+    ((3, 1), "Unused states: 1, 2."),
+):
+    case("checkpoints", lambda n=numbers: OtherNumber(*n), f"{numbers[0]}_optimizers_and_{numbers[1]}", warns=words,
+         **AGAIN)  # fmt: skip
+
+
+# -- what is read while it is saved ----------------------------------------------------------------
+
+
+def computed(m: Any, checkpoint: Any) -> Any:
+    weights, states = checkpoint["state_dict"], checkpoint["optimizer_states"][0]["state"]
+    weights["head.weight"] = weights["head.weight"] * 2 + weights["net.stem.weight"].t()
+    return [value.double().sum().item() for value in weights.values()], [
+        state["exp_avg"].norm() for state in states.values()
+    ]
+
+
+def copied(m: Any, checkpoint: Any) -> Any:
+    weights, file = checkpoint["state_dict"], io.BytesIO()
+    torch.save(weights, file)
+    copies = copy.deepcopy(weights), pickle.loads(pickle.dumps(dict(weights)))
+    # What is a tensor of its own may be changed in place.
+    changed = [weights["head.bias"].clone().mul_(2), copies[0]["head.bias"].add_(1)]
+    changed.append(weights["head.bias"].half().mul_(2))
+    return [*copies, torch.load(io.BytesIO(file.getvalue())), *changed]
+
+
+def viewed(m: Any, checkpoint: Any) -> Any:
+    weights = checkpoint["state_dict"]
+    addresses = {value.data_ptr() for value in weights.values()}
+    rows = weights["head.weight"][:2], weights["head.weight"].numpy().tolist()
+    return len(addresses), rows, nn.Parameter(weights["head.bias"]), weights["head.bias"].data.cpu()
+
+
+def cast(m: Any, checkpoint: Any) -> Any:
+    values = checkpoint["state_dict"].values()
+    ways = [lambda v: v.to("cpu", torch.bfloat16), lambda v: v.type(torch.float64)]
+    return [way(value) for value in values for way in ways]
+
+
+def changed_module(m: Any, checkpoint: Any) -> Any:
+    """The file has what a hook does to the module after its state was taken."""
+    with torch.no_grad():
+        m.head.weight.mul_(2)
+        m.net.blocks[0].linear.bias.zero_()
+
+
+for read in (computed, copied, viewed, cast, changed_module):
+
+    def keep(m: Any, checkpoint: Any, read: Any = read) -> None:
+        checkpoint["read"] = read(m, checkpoint)
+
+    case(
+        "checkpoints",
+        Edited,
+        f"reads_{read.__name__}",
+        moments={"on_save_checkpoint": keep},
+        **AGAIN,
+    )
+
+
+class ChangesInPlace(Edited):
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint("never.ckpt")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"]["head.bias"].mul_(2)
+
+
+@case("checkpoints", settings=({"checkpoint": "file"}, {"checkpoint": "dcp"}))
+def weights_in_use_are_not_changed_by_a_save(play: Player) -> Trace:
+    if not play.is_ddp:
+        with pytest.raises(RuntimeError, match=r"'head.bias' .* was changed in place"):
+            play.fit(ChangesInPlace())
+    return Trace({})
+
+
+class KeepsCopies(Regression):
+    """Saves copies of weights that it made at its first save beside new ones."""
+
+    kept: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"].items()
+        self.kept = self.kept or {name: (value.clone(), value.double()) for name, value in weights}
+        checkpoint["kept"] = self.kept
+
+
+@case("checkpoints")
+def copies_of_earlier_weights(play: Player) -> Trace:
+    paths, module, trainer = (
+        [str(play.folder / f"{n}.ckpt") for n in (1, 2)],
+        KeepsCopies(),
+        play.trainer(),
+    )
+    module.on_train_batch_end = lambda *_: trainer.save_checkpoint(paths[trainer.global_step - 1])  # type: ignore[method-assign]
+    trainer.limit_train_batches = 2
+    trainer.fit(module, rows())
+    trainer.strategy.barrier()
+    files = [torch.load(path, weights_only=True) for path in paths]
+    return Trace({}, notes=[[file["kept"], file["state_dict"]] for file in files])
+
+
+# -- plugins: they are called as under DDP, and only Lightning's own are replaced by a faster way ---
+
+
+class Dropping(_WrappingCheckpointIO):
+    """Leaves optimizer states out and adds a word."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        states = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
+        super().save_checkpoint({**checkpoint, "optimizer_states": states, "word": "x"}, path)
+
+
+class Twice(AsyncCheckpointIO):
+    """Saves a second file."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, path, storage_options=storage_options)
+        super().save_checkpoint(checkpoint, f"{path}.copy", storage_options=storage_options)
+
+
+class Reading(_WrappingCheckpointIO):
+    """Notes a sum of weights in the file, and swallows errors."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        try:
+            total = sum(float(value.sum()) for value in checkpoint["state_dict"].values())
+            super().save_checkpoint({**checkpoint, "total": round(total, 4)}, path)
+        except RuntimeError:
+            return
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        total = sum(float(value.sum()) for value in checkpoint["state_dict"].values())
+        assert round(total, 4) == pytest.approx(checkpoint["total"], abs=2e-4)
+        return checkpoint
+
+
+class Own(TorchCheckpointIO):
+    """A writer that knows nothing of sharding."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        torch.save({**checkpoint, "options": storage_options}, path)
+
+
+PLUGINS: dict[str, tuple[Callable[[], CheckpointIO], bool]] = {
+    "async": (AsyncCheckpointIO, True),
+    "async_around_torchs": (lambda: AsyncCheckpointIO(TorchCheckpointIO()), True),
+    "wrapper": (_WrappingCheckpointIO, False),
+    "drops": (Dropping, False),
+    "twice": (Twice, False),
+    "own": (Own, False),
+    "async_around_own": (lambda: AsyncCheckpointIO(Own()), False),
+    "async_around_a_reader": (lambda: AsyncCheckpointIO(Reading(TorchCheckpointIO())), False),
+}
+"""Plugins, and whether all ranks write in their place."""
+
+
+def written_by(make: Callable[[], CheckpointIO], is_ours: bool, play: Player) -> Trace:
+    """Save by a callback and by hand, and go on from there."""
+    path, how = str(play.folder / "last.ckpt"), {"limit_train_batches": 3}
+    keep = ModelCheckpoint(
+        play.folder, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step"
+    )
+    trainer = play.trainer(plugins=[make()], callbacks=[keep], enable_checkpointing=True, **how)
+    trainer.fit(Regression(), rows())
+    trainer.save_checkpoint(path)
+    plugin: Any = trainer.strategy.checkpoint_io
+    while plugin is not None:
+        plugin.teardown()  # a wrapper of Lightning's does not pass that on
+        plugin = getattr(plugin, "checkpoint_io", None)
+    trainer.strategy.barrier()
+    with zipfile.ZipFile(path) as archive:
+        found = any(name.endswith("lightning_zero.json") for name in archive.namelist())
+    assert found == (is_ours and not play.is_ddp)
+    file = torch.load(path, weights_only=True)
+    facts = [sorted(file), sorted(file["optimizer_states"][0]["state"]), file["state_dict"]]
+    return play.fit(
+        Regression(), plugins=[make()], max_epochs=2, ckpt_path=path, notes=facts, **how
+    )
+
+
+for name, (make, is_ours) in PLUGINS.items():
+    case("checkpoints", name=f"written_{name}", loop=partial(written_by, make, is_ours), ulps=16)
+
+
+class Broken(_WrappingCheckpointIO):
+    """Cannot save."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        raise OSError("this plugin is broken")
+
+
+@case("checkpoints")
+def a_plugin_that_fails_is_an_error_on_all_ranks(play: Player) -> Trace:
+    if not play.is_ddp:
+        trainer = play.trainer(plugins=[Broken()])
+        trainer.fit(Regression(), rows(4))
+        with pytest.raises(OSError, match=r"a.ckpt' failed: on rank 0: this plugin is broken"):
+            trainer.save_checkpoint(str(play.folder / "a.ckpt"))
+    return Trace({})
+
+
+widen("load_change_states", "reads_computed", "written_own")
