@@ -108,12 +108,7 @@ class Save(ABC):
 
     def _agreed_layout(self) -> Any:
         """Return rank 0's layout; raise on all ranks unless each has its parts of it."""
-        mine: dict[str, Any] = {}
-        known: dict[Any, Any] = {}
-        for name, value in self.values.items():
-            shape, _, dtype = value.facts
-            # Of equal ones the same object, which an exchange carries once.
-            mine[name] = known.setdefault((shape, dtype), (shape, dtype))
+        mine = {name: (value.facts[0], value.facts[2]) for name, value in self.values.items()}
         needed, layout = self.control.broadcast_object(
             (mine, self._layout()) if self.control.rank == 0 else None
         )

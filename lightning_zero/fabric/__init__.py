@@ -1,7 +1,7 @@
 """ZeRO in Fabric, and what the Trainer's strategy shares with it.
 
 strategy       ``ZeROStrategy`` for ``lightning.Fabric``
-checkpointing  ``Checkpoints`` of Fabric and the Trainer; the base class that saves and loads
+checkpointing  ``Checkpoints`` of Fabric and the Trainer
 sharding       the base class of both strategies: ranks, and how a module is sharded and wrapped
 precision      precisions on pieces, for Fabric and the Trainer
 internals      every private name of Fabric in use

@@ -6,17 +6,13 @@ any other writer gets whole tensors on rank 0.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.strategies import DDPStrategy
-from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_zero.checkpoint import (
     DirectorySave,
@@ -25,16 +21,13 @@ from lightning_zero.checkpoint import (
     Saver,
     collected,
     load,
-    load_module_state,
     load_optimizer_state,
     loadable,
-    module_state,
     optimizer_state,
 )
 from lightning_zero.comm import Control, agreed
 from lightning_zero.engine import Engine
 from lightning_zero.fabric import internals
-from lightning_zero.fabric.sharding import ShardedModule, Sharding
 from lightning_zero.optimizer import members, parameter_of
 from lightning_zero.plan import Settings
 
@@ -169,115 +162,3 @@ class Checkpoints:
 def writes_files(plugin: CheckpointIO) -> bool:
     """Return whether a plugin is Lightning's own, in place of which all ranks write."""
     return type(plugin) is TorchCheckpointIO and "save_checkpoint" not in vars(plugin)
-
-
-class SavingStrategy(Sharding, DDPStrategy):
-    """The base class of Fabric's strategy that saves and loads checkpoints.
-
-    Attributes:
-        engines: The engines of all modules that were set up.
-    """
-
-    engines: list[Engine]
-
-    @functools.cached_property
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(Control(), self.settings, lambda: self.engines)
-
-    @override
-    def save_checkpoint(
-        self,
-        path: internals.StoredPath,
-        state: dict[str, Any],
-        storage_options: Any | None = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Save from all ranks at once; nothing is gathered."""
-        converted = {
-            key: kept(self._state_of(key, value), (filter or {}).get(key))
-            for key, value in state.items()
-        }
-        is_ours = storage_options is None and writes_files(self.checkpoint_io)
-        self._checkpoints.save(
-            converted,
-            path,
-            str(self.precision.precision),
-            None if is_ours else self.checkpoint_io,
-            storage_options,
-            in_background=self.settings.async_checkpoint,
-        )
-
-    def _state_of(self, key: str, value: Any) -> Any:
-        if isinstance(value, ShardedModule):
-            return module_state(value.module, value.engine)
-        if isinstance(value, Optimizer) and self._checkpoints.engines_of(value):
-            return self._checkpoints.optimizer_state(value, key)
-        return value.state_dict() if isinstance(value, internals.Stateful) else value
-
-    @override
-    def teardown(self) -> None:
-        """Wait for the last save in the background; raise if it failed. Fabric does not call it."""
-        if "_checkpoints" in vars(self):
-            self._checkpoints.saver.close()
-        super().teardown()
-
-    @override
-    def load_checkpoint(
-        self,
-        path: internals.StoredPath,
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """Load; each rank copies its own parts of what is sharded.
-
-        Raises:
-            KeyError: ``state`` has a key that the checkpoint lacks, though ``strict``.
-            RuntimeError: Names or shapes of a module do not fit; nothing of it has changed.
-            ValueError: The file is damaged or does not fit an optimizer; nothing has changed.
-        """
-        held = self._checkpoints.load(path, self.checkpoint_io, weights_only)
-        if not state:
-            return dict(copy.deepcopy(held))
-        if isinstance(state, (nn.Module, Optimizer)):
-            self._load({"optimizer": state}, {"optimizer": held}, strict=strict)
-            return {}
-        missing = [key for key in state if key not in held]
-        if strict and missing:
-            raise KeyError(
-                f"The requested state contains a key {missing[0]!r} that does not exist in the"
-                " loaded checkpoint. To disable strict loading, set `strict=False`."
-            )
-        found = {key: held.pop(key) for key in state if key in held}
-        self._load(state, found, strict=strict)
-        for key, saved in found.items():
-            if not isinstance(state[key], internals.Stateful):
-                state[key] = copy.deepcopy(saved)
-        # Copies: a program may write over the file to which the tensors are mapped.
-        return dict(copy.deepcopy(held))
-
-    def _load(self, objects: dict[str, Any], saved: dict[str, Any], *, strict: bool) -> None:
-        """Load what has a ``load_state_dict``; check sharded optimizers before all of it."""
-        optimizers = {
-            key: objects[key]
-            for key in saved
-            if isinstance(objects[key], Optimizer) and self._checkpoints.engines_of(objects[key])
-        }
-        states, names = [saved[key] for key in optimizers], [*map(repr, optimizers)]
-        prepared = self._checkpoints.prepared([*optimizers.values()], states, names)
-        for key, state in saved.items():
-            value = objects[key]
-            if isinstance(value, ShardedModule):
-                load_module_state(value.module, value.engine, state, strict=strict)
-            elif isinstance(value, nn.Module):
-                value.load_state_dict(state, strict=strict)
-            elif isinstance(value, internals.Stateful) and key not in optimizers:
-                value.load_state_dict(copy.deepcopy(state))
-        self._checkpoints.load_optimizers(zip(optimizers.values(), prepared, strict=True))
-
-
-def kept(state: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
-    """Return the entries of a state for which ``keeps(name, value)`` is true."""
-    if keeps is None or not isinstance(state, dict):
-        return state
-    return {name: value for name, value in state.items() if keeps(name, value)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,24 +16,26 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator
+from lightning_zero.checkpoint import load_module_state, module_state
+from lightning_zero.comm import Communicator, Control
 from lightning_zero.engine import Engine, piece_among
 from lightning_zero.fabric import internals
-from lightning_zero.fabric.checkpointing import SavingStrategy
+from lightning_zero.fabric.checkpointing import Checkpoints, writes_files
 from lightning_zero.fabric.precision import FabricPrecision, grads_of
-from lightning_zero.fabric.sharding import ShardedModule, init_device
+from lightning_zero.fabric.sharding import ShardedModule, Sharding, init_device
 from lightning_zero.memory import summary
 from lightning_zero.optimizer import clip, members, parameter_of
 from lightning_zero.parameters import Piece, local_of
 from lightning_zero.plan import START_METHODS, Settings
 
 
-class ZeROStrategy(SavingStrategy):
+class ZeROStrategy(Sharding, DDPStrategy):
     """Strategy of Fabric that shards optimizer states, gradients and weights over the ranks (ZeRO).
 
     Loops are written as for ``strategy="ddp"``, with the same numbers::
@@ -59,6 +63,9 @@ class ZeROStrategy(SavingStrategy):
         process_group_backend: As in ``DDPStrategy``.
         timeout: As in ``DDPStrategy``.
         **settings: Those of :class:`lightning_zero.ZeROStrategy` that are not about the Trainer.
+
+    Attributes:
+        engines: The engines of all modules that were set up.
 
     Raises:
         ValueError: An argument is out of range or contradicts another.
@@ -255,6 +262,110 @@ class ZeROStrategy(SavingStrategy):
             super().clip_gradients_value(module, optimizer, clip_val)
         else:
             clip.clip_by_value(sharded[0], clip_val, sharded[1])
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(Control(), self.settings, lambda: self.engines)
+
+    @override
+    def save_checkpoint(
+        self,
+        path: internals.StoredPath,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Save from all ranks at once; nothing is gathered."""
+        converted = {
+            key: kept(self._state_of(key, value), (filter or {}).get(key))
+            for key, value in state.items()
+        }
+        is_ours = storage_options is None and writes_files(self.checkpoint_io)
+        self._checkpoints.save(
+            converted,
+            path,
+            str(self.precision.precision),
+            None if is_ours else self.checkpoint_io,
+            storage_options,
+            in_background=self.settings.async_checkpoint,
+        )
+
+    def _state_of(self, key: str, value: Any) -> Any:
+        if isinstance(value, ShardedModule):
+            return module_state(value.module, value.engine)
+        if isinstance(value, Optimizer) and self._checkpoints.engines_of(value):
+            return self._checkpoints.optimizer_state(value, key)
+        return value.state_dict() if isinstance(value, internals.Stateful) else value
+
+    @override
+    def teardown(self) -> None:
+        """Wait for the last save in the background; raise if it failed. Fabric does not call it."""
+        if "_checkpoints" in vars(self):
+            self._checkpoints.saver.close()
+        super().teardown()
+
+    @override
+    def load_checkpoint(
+        self,
+        path: internals.StoredPath,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load; each rank copies its own parts of what is sharded.
+
+        Raises:
+            KeyError: ``state`` has a key that the checkpoint lacks, though ``strict``.
+            RuntimeError: Names or shapes of a module do not fit; nothing of it has changed.
+            ValueError: The file is damaged or does not fit an optimizer; nothing has changed.
+        """
+        held = self._checkpoints.load(path, self.checkpoint_io, weights_only)
+        if not state:
+            return dict(copy.deepcopy(held))
+        if isinstance(state, (nn.Module, Optimizer)):
+            self._load({"optimizer": state}, {"optimizer": held}, strict=strict)
+            return {}
+        missing = [key for key in state if key not in held]
+        if strict and missing:
+            raise KeyError(
+                f"The requested state contains a key {missing[0]!r} that does not exist in the"
+                " loaded checkpoint. To disable strict loading, set `strict=False`."
+            )
+        found = {key: held.pop(key) for key in state if key in held}
+        self._load(state, found, strict=strict)
+        for key, saved in found.items():
+            if not isinstance(state[key], internals.Stateful):
+                state[key] = copy.deepcopy(saved)
+        # Copies: a program may write over the file to which the tensors are mapped.
+        return dict(copy.deepcopy(held))
+
+    def _load(self, objects: dict[str, Any], saved: dict[str, Any], *, strict: bool) -> None:
+        """Load what has a ``load_state_dict``; check sharded optimizers before all of it."""
+        optimizers = {
+            key: objects[key]
+            for key in saved
+            if isinstance(objects[key], Optimizer) and self._checkpoints.engines_of(objects[key])
+        }
+        states, names = [saved[key] for key in optimizers], [*map(repr, optimizers)]
+        prepared = self._checkpoints.prepared([*optimizers.values()], states, names)
+        for key, state in saved.items():
+            value = objects[key]
+            if isinstance(value, ShardedModule):
+                load_module_state(value.module, value.engine, state, strict=strict)
+            elif isinstance(value, nn.Module):
+                value.load_state_dict(state, strict=strict)
+            elif isinstance(value, internals.Stateful) and key not in optimizers:
+                value.load_state_dict(copy.deepcopy(state))
+        self._checkpoints.load_optimizers(zip(optimizers.values(), prepared, strict=True))
+
+
+def kept(state: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
+    """Return the entries of a state for which ``keeps(name, value)`` is true."""
+    if keeps is None or not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if keeps(name, value)}
 
 
 def _leave(engines: list[Engine]) -> None:

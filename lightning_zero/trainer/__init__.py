@@ -1,10 +1,8 @@
 """ZeRO in the Trainer: the strategy, its precision, callbacks and monitors.
 
 - ``strategy``: ``ZeROStrategy``, between the Trainer and the engine
-- ``checkpointing``: ``SavingStrategy``, its base class, saves and loads checkpoints
-- ``steps``: ``SteppingStrategy``, the next base class, has the ranks, and runs the Trainer's steps;
+- ``run``: the strategy's state for one call of the Trainer; signals answered by all ranks together;
   training data that ends at the same batch on all ranks
-- ``run``: the strategy's state for one call of the Trainer; signals answered by all ranks together
 - ``deepspeed_config``: what a DeepSpeed configuration asks of the Trainer and the module
 - ``precision``: ``ZeROPrecision``: casting, loss scaling and clipping on pieces
 - ``callbacks``: Lightning's callbacks that read or write weights, adapted to shards

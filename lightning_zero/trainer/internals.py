@@ -12,17 +12,16 @@ that Lightning still has them. ``ZeROStrategy`` also inherits some from ``DDPStr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
+VERSION = pl.__version__
 StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
 SubprocessLauncher = _SubprocessScriptLauncher

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
-from torch import nn
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero.checkpoint import are_safetensors, existing, load_module_state, module_state
+from lightning_zero.comm import StepTimes, Traffic, whole
 from lightning_zero.deepspeed import Config
-from lightning_zero.engine import forget_values
-from lightning_zero.fabric import Checkpoints, count_once, init_device, to_device_but_parameters
-from lightning_zero.memory import explain, summary
-from lightning_zero.optimizer import stepper_of
+from lightning_zero.engine import Engine, forget_values
+from lightning_zero.fabric import (
+    Checkpoints,
+    Sharding,
+    count_once,
+    init_device,
+    to_device_but_parameters,
+    writes_files,
+)
+from lightning_zero.memory import explain, explained_memory, summary
+from lightning_zero.optimizer import follow, stepper_of, wraps_states
 from lightning_zero.parameters import make_distributed
 from lightning_zero.plan import (
     ARGUMENTS,
@@ -33,15 +49,30 @@ from lightning_zero.plan import (
 )
 from lightning_zero.trainer import deepspeed_config, internals
 from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_averages
-from lightning_zero.trainer.checkpointing import SavingStrategy
+from lightning_zero.trainer.internals import StoredPath, SubprocessLauncher, unwrapped
 from lightning_zero.trainer.precision import ZeROPrecision
-from lightning_zero.trainer.run import Run, Signals, callbacks_of, facts_of
+from lightning_zero.trainer.run import NoSync, Run, SameLength, Signals, callbacks_of, facts_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+_T = TypeVar("_T")
 
-class ZeROStrategy(SavingStrategy):
+
+class Launcher(SubprocessLauncher):
+    """Starts the other ranks, unless the checkpoint to load is missing: each would then fail."""
+
+    @override
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+        is_file = path is not None and not re.search("^(best|last|hpc|registry|.*:.*)$", str(path))
+        starts_ranks = not self.cluster_environment.creates_processes_externally
+        if is_file and starts_ranks and not existing(Path(str(path))).exists():
+            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+class ZeROStrategy(Sharding, DDPStrategy):
     """Strategy that shards optimizer states, gradients and weights over the ranks (ZeRO).
 
     Everything else works as under ``strategy="ddp"``, with the same numbers, hooks, callbacks and
@@ -106,6 +137,9 @@ class ZeROStrategy(SavingStrategy):
         process_group_backend: As in ``DDPStrategy``.
         timeout: As in ``DDPStrategy``.
 
+    Attributes:
+        engine: The engine that shards the module, kept after it is closed; ``None`` before setup.
+
     Raises:
         ValueError: An argument is out of range or contradicts another.
     """
@@ -157,8 +191,10 @@ class ZeROStrategy(SavingStrategy):
             checkpoint_io=checkpoint_io,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            start_method=START_METHODS[launcher],
+            start_method=START_METHODS[launcher],  # type: ignore[arg-type]
         )
+        self._run: Run | None = None
+        self.engine: Engine | None = None
         self.precision_plugin = precision_plugin
         self._announced: tuple[str, list[str]] = ("", [])
 
@@ -275,7 +311,7 @@ class ZeROStrategy(SavingStrategy):
         )
         assert self.engine is not None
         for optimizer in self.optimizers:
-            self.engine.adopt(internals.unwrapped(optimizer))
+            self.engine.adopt(unwrapped(optimizer))
             self._require_savable(optimizer)
 
     def _announce(self) -> None:
@@ -293,6 +329,335 @@ class ZeROStrategy(SavingStrategy):
         elif steps and steps != known_steps:
             rank_zero_info("\n".join(steps))
         self._announced = units, steps or known_steps
+
+    # -- the steps -------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For copies of a module that holds its Trainer: the copy belongs to no run.
+        none: dict[str, Any] = {"engine": None, "_run": None}
+        if self._open_engine is None and self.engine is not None:
+            # Each rank has its parts of the states only, and there may be no others to ask.
+            none.update(_optimizers=[], lr_scheduler_configs=[])
+        return {**super().__getstate__(), **none}
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return super().optimizers
+
+    @optimizers.setter
+    @override
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        super(ZeROStrategy, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        for wrapper in self._lightning_optimizers:
+            follow(wrapper, unwrapped(wrapper))
+
+    def _act_as_wrapper(self, module: pl.LightningModule) -> Iterator[str]:
+        """Give the module what DDP's wrapper, ``trainer.model``, has; yield the names."""
+        for name, value in (("module", module), ("no_sync", NoSync(self))):
+            if not hasattr(module, name):
+                vars(module)[name] = value
+                yield name
+
+    @property
+    def _open_engine(self) -> Engine | None:
+        """The engine, unless it is closed."""
+        return None if self.engine is None or self.engine.is_closed else self.engine
+
+    @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._run is not None and self._run.signals is not None:
+            self._run.signals.answer()
+
+    # Where Lightning has a hook within a method of `Strategy`, the hook is overridden, not the
+    # method, which users patch by one that calls the instance's. `ZeROPrecision` has those of
+    # evaluation.
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.engine is not None
+        step = self.engine.step(awaits_backward=self._module.automatic_optimization)
+        with step as watch, explained_memory(self.engine):
+            with self.precision_plugin.train_step_context():
+                output = self._module.training_step(*args, **kwargs)
+            watch(output)
+            return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        assert self.engine is not None
+        if not self._module.automatic_optimization:
+            self.engine.broadcast_next()
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        assert self.engine is not None
+        with self.engine.no_sync():
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        control = self._run.comm.control if self._run is not None else None
+        return SameLength.of(dataloader, control, lambda: self._module.trainer.training)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that this rank holds now, by kind; see ``ShardedModel.memory``."""
+        return self.engine.sharded.memory() if self.engine is not None else {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """Traffic that this rank sent in the last optimizer step, by unit and verb."""
+        return self.engine.comm.traffic if self.engine is not None else {}
+
+    @property
+    def step_times(self) -> StepTimes:
+        """Times of the last optimizer step with offload, and the speed of its files."""
+        return self.engine.comm.step_times if self.engine is not None else StepTimes()
+
+    # -- the ranks -------------------------------------------------------------------------------
+
+    @property
+    def _current(self) -> Run:
+        assert self._run is not None, "the environment is set up before anything else"
+        return self._run
+
+    @override
+    def setup_distributed(self) -> None:
+        with self._joining():
+            super().setup_distributed()
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        with self._collective("a barrier"):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        with self._collective("a broadcast"):
+            return super().broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        with self._collective("a reduction of values"):
+            return self._counted_once(super().reduce, tensor, group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        with self._collective("a decision"):
+            return super().reduce_boolean_decision(decision, all)
+
+    @override
+    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._collective("an all-gather of values"):
+            return super().all_gather(tensor, *args, **kwargs)
+
+    def _collective(self, place: str) -> AbstractContextManager[Any]:
+        return nullcontext() if self._run is None else self._run.comm.control.log.at(place)
+
+    def _leave_ranks(self) -> None:
+        if self._run is not None:
+            self._run.comm.control.leave()
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        # What names a checkpoint of a user's `CheckpointIO` need not be a path.
+        if isinstance(self._launcher, SubprocessLauncher) and self._writes_files:
+            assert self.cluster_environment is not None
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self.engine is None or self.engine.is_restored:
+            state = self._module.state_dict()
+            for key, value in state.items():
+                state[key] = whole(value)  # a cut module has DTensors after its run
+            return state
+        return module_state(self._module, self.engine)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.engine is None:
+            return super().optimizer_state(optimizer)
+        inner = unwrapped(optimizer)
+        known = [unwrapped(other) for other in self.optimizers]
+        number = next((n for n, other in enumerate(known) if other is inner), len(known))
+        return self._checkpoints.optimizer_state(inner, f"optimizer {number}")
+
+    def _require_savable(self, optimizer: Optimizer) -> None:
+        """Raise at setup, not at the first save, if a directory has no place for the state."""
+        if self.settings.checkpoint != "dcp":
+            return
+        name, what = type(optimizer).__name__, ""
+        if stepper_of(optimizer).has_own_format:
+            what = f"{name}.state_dict() has its own format"
+        elif wraps_states(optimizer):
+            what = f"{name} keeps states in tensors that wrap others"
+        if what:
+            raise ValueError(f"{what}, which checkpoint='dcp' cannot store. Use checkpoint='file'.")
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: StoredPath, storage_options: Any | None = None
+    ) -> None:
+        if self._run is None:  # an ordinary module, before the ranks are connected
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self._open_engine is not None:
+            self._open_engine.sharded.keep_edits()  # by hooks that were given the checkpoint
+        is_ours = storage_options is None and self._writes_files
+        if not is_ours and self.settings.checkpoint == "dcp":
+            plugin = type(self._plugins[-1]).__name__
+            what = plugin if storage_options is None else "storage_options"
+            raise ValueError(
+                f"checkpoint='dcp' writes directories itself and cannot be combined with {what}."
+                " Remove one of them."
+            )
+        is_async = self.settings.async_checkpoint or len(self._plugins) > 1
+        self._checkpoints.save(
+            checkpoint,
+            filepath,
+            str(self.precision_plugin.precision),
+            None if is_ours else self.checkpoint_io,
+            storage_options,
+            # After fit there is no training to overlap with, and nothing waits for the thread.
+            in_background=is_async and self._open_engine is not None,
+            optimizers=map(unwrapped, self.optimizers),
+        )
+
+    @override
+    def remove_checkpoint(self, filepath: StoredPath) -> None:
+        if self._writes_files and self._run is not None:
+            self._checkpoints.saver.remove(str(filepath))
+        elif self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        return self._current.checkpoints
+
+    @property
+    def _plugins(self) -> list[Any]:
+        """The checkpoint plugin, and those within it that only save in a thread."""
+        plugins = [self.checkpoint_io]
+        while type(plugins[-1]) is AsyncCheckpointIO and plugins[-1].checkpoint_io is not None:
+            plugins.append(plugins[-1].checkpoint_io)
+        return plugins
+
+    @property
+    def _writes_files(self) -> bool:
+        """Return whether this package writes checkpoints, not a ``CheckpointIO`` of the user's."""
+        return writes_files(self._plugins[-1])
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: StoredPath, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        if self._run is None:
+            # Lightning 2.5 neither has nor passes this argument.
+            given = {} if weights_only is None else {"weights_only": weights_only}
+            return super().load_checkpoint(checkpoint_path, **given)
+        self._agree_to_load(str(checkpoint_path))
+        path = self._run.path = self._checkpoints.saver.path_of(str(checkpoint_path))
+        checkpoint = self._checkpoints.load(path, self._plugins[-1], weights_only)
+        held = checkpoint if isinstance(checkpoint, dict) else {}
+        if not self._writes_files:
+            return held
+        if are_safetensors(Path(path)) and not self._is_fitting:
+            held["pytorch-lightning_version"] = internals.VERSION
+        for key in ("state_dict", "pytorch-lightning_version"):
+            if key not in held:
+                raise ValueError(
+                    f"{path!r} is not a Trainer checkpoint: it has no {key!r}."
+                    " Load bare weights with lightning_zero.load_weights(module, path)."
+                )
+        if not isinstance(held["state_dict"], Mapping):
+            raise ValueError(
+                f"{path!r} is not a Trainer checkpoint: its 'state_dict' is a"
+                f" {type(held['state_dict']).__name__}, not a dictionary."
+            )
+        return held
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._run is None:
+            super().load_model_state_dict(checkpoint, strict)
+        elif not self._run.is_set_up:
+            # As under DDP, the checkpoint is read and its hooks run before setup. Values are copied
+            # once each rank knows its part.
+            # What callbacks do to its weights later, when they are loaded, comes too late.
+            self._run.pending = (_copied(checkpoint["state_dict"]), strict)
+        else:
+            self._load_weights(checkpoint["state_dict"], strict)
+
+    def _agree_to_load(self, path: str | None) -> None:
+        """Raise on all ranks unless all of them load a checkpoint in this setup, or none does."""
+        if self._current.has_agreed_to_load:
+            return
+        self._current.has_agreed_to_load = True
+        paths = self._checkpoints.control.gather_objects(path)
+        without = [str(rank) for rank, its in enumerate(paths) if its is None]
+        if without and len(without) < len(paths):
+            given = next(its for its in paths if its is not None)
+            raise ValueError(
+                f"Only some ranks load the checkpoint {given!r}: on rank {', '.join(without)},"
+                " ckpt_path is None or leads to no checkpoint on its disk. Pass the same ckpt_path"
+                " on every rank, on a disk that all ranks share."
+            )
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self._module.trainer.state.fn == TrainerFn.FITTING
+
+    def _load_pending(self) -> None:
+        """Finish the load that setup postponed: code that makes optimizers sees loaded weights."""
+        run = self._current
+        pending, run.pending = run.pending, None
+        run.is_set_up = True
+        if pending is not None:
+            self._load_weights(*pending)
+            if run.callbacks is not None:
+                run.callbacks.load()
+
+    def _load_weights(self, weights: Mapping[str, Any], strict: bool) -> None:
+        try:
+            load_module_state(self._module, self._open_engine, weights, strict=strict)
+        except RuntimeError as error:
+            if not str(error).startswith("Error(s) in loading state_dict"):
+                raise  # of a user's hook, or of other ranks
+            raise RuntimeError(
+                f"The checkpoint {self._current.path!r} does not fit the module. {error}"
+            ) from error
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._run is None:  # in the process that has launched the ranks, which has no optimizers
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        optimizers, states = [*map(unwrapped, self.optimizers)], checkpoint["optimizer_states"]
+        try:
+            prepared = self._checkpoints.prepared(optimizers, states)
+        except ValueError as error:
+            raise ValueError(f"Cannot resume from {self._current.path!r}. {error}") from error
+        self._checkpoints.load_optimizers(zip(optimizers, prepared, strict=False))
+        here, there = len(optimizers), len(states)
+        if here != there:
+            fresh = [type(optimizer).__name__ for optimizer in optimizers[there:]]
+            what = ", ".join(f"{n} ({kind})" for n, kind in enumerate(fresh, there))
+            rest = ", ".join(map(str, range(here, there)))
+            rank_zero_warn(
+                f"{self._current.path!r} has the states of {there} optimizers, but"
+                f" configure_optimizers returned {here}. They are paired in order. "
+                + (f"Optimizers that begin fresh: {what}." if fresh else f"Unused states: {rest}.")
+            )
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -349,3 +714,8 @@ class ZeROStrategy(SavingStrategy):
         module.cpu()
         if self._run is not None and self._run.comm.mesh.tensor is not None:
             make_distributed(module)
+
+
+def _copied(weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a copy, of the same class if such an object can be copied."""
+    return dict(weights) if isinstance(weights, MappingProxyType) else copy.copy(weights)

@@ -30,11 +30,10 @@ from lightning_zero import ZeROStrategy, load_weights
 from lightning_zero.checkpoint import (
     DirectorySave,
     Saver,
-    load,
     read_weights,
 )
 from lightning_zero.comm import Control
-from lightning_zero.commands import convert, describe, main
+from lightning_zero.commands import convert, describe
 from tests.oracle import by_trainer, resharding
 from tests.oracle.checkpoints import (
     CPU,
@@ -321,35 +320,3 @@ def resume_swapped(folder: str) -> list[Any]:
 
 def test_states_are_matched_by_name(ranks: Pools, tmp_path: Path) -> None:
     assert ranks(2).run(resume_swapped, str(tmp_path)) == [[True, True]] * 2
-
-
-# -- the commands ----------------------------------------------------------------------------------
-
-
-def test_convert_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, optimizers = resharding.build()
-    resharding.steps(model, optimizers, 0, 1)
-    checkpoint = {
-        "state_dict": dict(model.state_dict()),
-        "optimizer_states": [o.state_dict() for o in optimizers],
-        "lr_schedulers": [],
-        "epoch": 3,
-        "global_step": 7,
-    }
-    torch.save(checkpoint, tmp_path / "a.ckpt")
-    assert main(["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "b.dcp")]) == 0
-    assert main(["convert", str(tmp_path / "b.dcp"), str(tmp_path / "c.ckpt")]) == 0
-    found = torch.load(tmp_path / "c.ckpt", weights_only=True)
-    same(found, checkpoint)
-    convert(tmp_path / "b.dcp", tmp_path / "d.safetensors", dtype=torch.bfloat16)
-    cast = weights_in(tmp_path / "d.safetensors")
-    assert torch.equal(cast["planes"], checkpoint["state_dict"]["planes"].bfloat16())
-    convert(tmp_path / "d.safetensors", tmp_path / "e.dcp", dtype=torch.float32)
-    assert weights_in(tmp_path / "e.dcp")["planes"].dtype is torch.float32
-    convert(tmp_path / "b.dcp", tmp_path / "f.dcp", weights_only=True)
-    assert "optimizer_states" not in load(str(tmp_path / "f.dcp"), Control())
-    capsys.readouterr()
-    assert main(["inspect", str(tmp_path / "b.dcp")]) == 0
-    text = capsys.readouterr().out
-    for words in ("epoch 3, step 7", "written by `lightning-zero convert`", "(2, 3, 2, 2)"):
-        assert words in text

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import load_weights
-from lightning_zero.checkpoint import read_safetensors, write_safetensors
+from lightning_zero.checkpoint import load, read_safetensors, write_safetensors
 from lightning_zero.checkpoint.safetensors import INDEX
+from lightning_zero.comm import Control
 from lightning_zero.commands import convert, damage, describe, main
 from lightning_zero.engine import Engine
 from lightning_zero.plan import Settings
+from tests.oracle.checkpoints import same
 from tests.oracle.launch import run_python
 from tests.oracle.models import MODELS, Tied
 from tests.oracle.ranks import Pools
@@ -237,7 +239,21 @@ def test_convert_there_and_back(tmp_path: Path) -> None:
         assert torch.equal(cast["state_dict"][name], value.bfloat16())
         assert torch.equal(weights[name], value)
         assert torch.equal(back[name], value)
-    for file in ("b.ckpt", "c.ckpt", "d.pt"):
+    convert(path, tmp_path / "e.dcp")
+    convert(tmp_path / "e.dcp", tmp_path / "f.ckpt")
+    by_directory = torch.load(tmp_path / "f.ckpt", weights_only=True)
+    same(by_directory, {**checkpoint, "state_dict": dict(checkpoint["state_dict"])})
+    assert {"epoch 3, step 7", "written by `lightning-zero convert`"} < {
+        *describe(tmp_path / "e.dcp")
+    }
+    convert(tmp_path / "e.dcp", tmp_path / "g.safetensors", dtype=torch.bfloat16)
+    convert(tmp_path / "g.safetensors", tmp_path / "h.dcp", dtype=torch.float32)
+    convert(tmp_path / "e.dcp", tmp_path / "i.dcp", weights_only=True)
+    for file in ("h.dcp", "i.dcp"):
+        found = load(str(tmp_path / file), Control())
+        assert {value.dtype for value in found["state_dict"].values()} == {torch.float32}
+        assert "optimizer_states" not in found
+    for file in ("b.ckpt", "c.ckpt", "d.pt", "e.dcp", "f.ckpt"):
         assert damage(tmp_path / file) == []
 
 

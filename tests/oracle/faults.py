@@ -108,7 +108,7 @@ PLACES = {
     "the end of a backward": Place(f"{_ENGINE}.backward:ReductionOrder.finish", 2, False),
     "a sync point": Place(f"{_COMM}.control:PendingSync.__init__", 6, False),
     "the wait at a sync point": Place(f"{_COMM}.control:PendingSync.wait", 6, False),
-    "a logged value": Place("lightning_zero.trainer.steps:SteppingStrategy.reduce", 2),
+    "a logged value": Place("lightning_zero.trainer.strategy:ZeROStrategy.reduce", 2),
     "the optimizer": Place("torch.optim.adam:adam", 2, False),
     "the refresh of weights": Place(f"{_ENGINE}.sharded_model:ShardedModel.refresh", 2, False),
     "the end of a batch": Place("tests.oracle.faults:Module.on_train_batch_end", 2),
@@ -117,7 +117,7 @@ PLACES = {
     "a save, written": Place(f"{_CHECKPOINT}.files:Writer.write", 3),
     "a save, renamed": Place(f"{_CHECKPOINT}.files:put_in_place", on_rank_0=True),
     "a load, compared": Place(f"{_CHECKPOINT}.files:Reading.compare"),
-    "a load, weights": Place("lightning_zero.trainer.checkpointing:load_module_state"),
+    "a load, weights": Place("lightning_zero.trainer.strategy:load_module_state"),
     "a load, optimizer": Place("lightning_zero.fabric.checkpointing:load_optimizer_state"),
     # The end.
     "the whole weights": Place(f"{_ENGINE}.sharded_model:ShardedModel.restore", 1, False),
