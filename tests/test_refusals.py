@@ -68,6 +68,15 @@ class Lazy(Regression):
         self.head = nn.LazyLinear(6)
 
 
+class Unfilled(Regression):
+    """A child on the meta device that nothing initializes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.scales = nn.ParameterList([torch.ones(WIDTH)])
+
+
 class TrainedInEightBits(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -276,10 +285,17 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "cut by nobody": (in_fabric(parallelize_fn=lambda module, mesh: module), V, "parallelize_fn needs tensor_parallel_size > 1"),
     "estimate, a number": (estimated(10**6, ZeROStrategy(tensor_parallel_size=2)), V, "Pass the model instead of a number"),
     "estimate, activations": (estimated(Regression(), ZeROStrategy(tensor_parallel_size=2), batch=torch.zeros(1)), V, "Activations are not counted with tensor_parallel_size"),
+    "bits": (strategy(gather_bits=4), V, "Expected gather_bits to be 8"),
+    "bits, twice": (strategy(reduce_bits=8, reduce_dtype="bfloat16"), V, "contradicts"),
+    "bits of what is away": (estimated(Regression, ZeROStrategy(gather_bits=8, offload_optimizer="cpu", offload_weights="cpu")), V, "keeps them on an accelerator's host"),
+    "rounded and away": (strategy(stochastic_rounding=True, offload_optimizer="nvme", offload_weights="nvme"), V, "offload steps parameters where they rest. Remove one"),
     "estimate, bits": (estimated(Regression, ZeROStrategy(2, gather_bits=8)), V, "gather_bits=8 has no effect"),
     # Modules and optimizers.
     "empty": (fit(Empty, units="auto"), V, "Empty has no parameters, so there is nothing to shard"),
     "lazy": (fit(Lazy), V, "'head.weight' is lazily initialized and has no shape yet"),
+    "unfilled": (fit(Unfilled), V, r"no `reset_parameters\(\)`"),
+    "rounded in fp32": (fit(stochastic_rounding=True), V, "no parameter rests in bf16. Use precision='bf16-true'"),
+    "rounded, mixing": (fit(lambda: Regression(optimizer=torch.optim.Adafactor), precision="bf16-true", stochastic_rounding=True), V, "Adafactor mixes the elements of a parameter.* and stochastic_rounding"),
     "eight bits": (fit(TrainedInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "eight bits, unfrozen": (fit(UnfrozenInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "wrapped states": (fit(lambda: Made(lambda m: Wrapped(m.parameters())), checkpoint="dcp"), V, "Wrapped keeps states in tensors that wrap others"),

@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK = (
     "tests/plan",
     "tests/optimizer",
-    "tests/engine/test_parity.py",
     "tests/trainer/test_strategy.py",
 )
 NEEDED = (

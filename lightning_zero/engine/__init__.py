@@ -5,9 +5,8 @@ sharded_model      the model in units: parameters, pieces, whole values, bytes
 unit_builder       units from modules, one after the other, also from the meta device
 unit               one module with its weights, gradients and the calls of its forward
 weights            a unit's whole weights, and the masters that other code sees
-gradients          a unit's gradients up to the optimizer
-step               the phases of a step
-forward, backward  the event handlers of its two halves
+step               the phases of a step, and the calls of its modules
+backward           the events of backward passes, and the order of reductions
 module_hook        hooks on modules and parameters, safe to copy and to compile
 schedule           the order in which units are needed, prefetching, and `join`
 rank_check         what must be equal on all ranks: models, settings, optimizers
@@ -28,6 +27,6 @@ from lightning_zero.engine.engine import (
     join,
     piece_among,
 )
-from lightning_zero.engine.forward import broadcast_buffers
 from lightning_zero.engine.rank_check import differences, group_lines
+from lightning_zero.engine.step import broadcast_buffers
 from lightning_zero.engine.unit_builder import forget_values

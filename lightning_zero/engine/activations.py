@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +27,6 @@ from lightning_zero.comm import Pending, unwrapped
 from lightning_zero.engine.unit import Unit
 from lightning_zero.optimizer import Announced
 from lightning_zero.tensors import HostCopies, Work, internals
-
-# -- methods of other objects ----------------------------------------------------------------------
 
 
 class Replacements:
@@ -92,36 +89,26 @@ class ActivationCheckpointing(Replacements):
 
 
 def _checkpointed(forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    run = forward if torch.compiler.is_compiling() else _with_held(module, forward)
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-
-def _with_held(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``forward`` bound to the parameters and buffers that ``module`` holds now."""
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     held = [named for child in module.modules() for named in (child._parameters, child._buffers)]
-    then = [{**named} for named in held]
+    then: list[dict[str, Any]] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if all(map(_are_same, held, then)):
-            return forward(*args, **kwargs)
         now = [{**named} for named in held]
+        if not then:  # the forward itself, which may replace buffers
+            then.extend(now)
+            return forward(*args, **kwargs)
         _hold(held, then)
         try:
             return forward(*args, **kwargs)
         finally:
             _hold(held, now)
 
-    return run
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-_Named = dict[str, Any]
-
-
-def _are_same(named: _Named, others: _Named) -> bool:
-    return named.keys() == others.keys() and all(map(is_, named.values(), others.values()))
-
-
-def _hold(held: Sequence[_Named], others: Sequence[_Named]) -> None:
+def _hold(held: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]]) -> None:
     for named, tensors in zip(held, others, strict=True):
         named.clear()
         named.update(tensors)

@@ -18,22 +18,25 @@ backward pass has **turns**, the same on all ranks:
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import register_multi_grad_hook
 
 from lightning_zero.comm import PendingSync, SyncPoint
 from lightning_zero.engine.rank_check import ChangeCheck, require_equal_gradients
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
-from lightning_zero.engine.step import Phase, Step
-from lightning_zero.engine.unit import Call, Events, Unit, too_late, weakly
+from lightning_zero.engine.unit import Call, Events, Unit, on_grads, too_late, weakly
 from lightning_zero.engine.weights import Residency
 from lightning_zero.tensors import internals, outside, runs_outside
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.step import Step
 
 
 class ReductionOrder:
@@ -41,14 +44,15 @@ class ReductionOrder:
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._units = units = sharded.units
+        self._flats = sharded.flats
         self._control = sharded.comm.control
-        num_parameters = sum(len(unit.gradients.parameters) for unit in units)
+        num_parameters = sum(len(unit.parameters) for unit in units)
         self._control.reserve(len(units) + max(num_parameters, ChangeCheck.NUM_FLAGS))
         self._change_check = ChangeCheck(sharded)
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None
-        self._under_way: Unit | None = None
-        self._copies_under_way: Unit | None = None
+        # At most one reduction and, behind it, one sum over the copies.
+        self._under_way: list[Unit] = []
         self._has_copies = sharded.comm.mesh.replicate.size > 1
         self._work: PendingSync | None = None
 
@@ -74,7 +78,7 @@ class ReductionOrder:
     def advance(self) -> None:
         """Start the reductions whose turn has come."""
         left = self._left if self._left is not None else self._turns_left()
-        while left and (left[0].gradients.are_complete or self._is_over(left[0])):
+        while left and (left[0].are_complete or self._is_over(left[0])):
             self._reduce(left.pop(0))
 
     def _is_over(self, unit: Unit) -> bool:
@@ -91,22 +95,20 @@ class ReductionOrder:
                 maxima[: ChangeCheck.NUM_FLAGS], self._control.gather_objects
             )
             self._left = [
-                unit
-                for unit in self._order
-                if has_turn[unit.index] and True in unit.gradients.wants
+                unit for unit in self._order if has_turn[unit.index] and True in unit.wants
             ]
         return self._left
 
     def _reduce(self, unit: Unit) -> None:
         # One reduction overlaps with the next unit's backward, as does one sum over the copies; two
         # would only hold memory.
-        before, self._under_way = self._under_way, unit
-        if before is not None:
-            before.gradients.finish()
-            if self._copies_under_way is not None:
-                self._copies_under_way.gradients.wait_for_copies()
-            self._copies_under_way = before if self._has_copies else None
-        unit.gradients.reduce()
+        if self._under_way:
+            self._under_way[-1].finish()
+            if self._has_copies and len(self._under_way) > 1:
+                for flat in self._under_way[0].flat_parameters:
+                    flat.gradients.wait_for_copies()
+        self._under_way = [*self._under_way[-1:], unit]
+        unit.reduce()
 
     def finish(self) -> None:
         """Take the remaining turns and show the gradients to the optimizer.
@@ -116,30 +118,45 @@ class ReductionOrder:
         left = self._turns_left()
         while left:
             self._reduce(left.pop(0))
-        flags = [unit.gradients.are_pending for unit in self._units]
+        flags = bytearray(len(self._units))
         for unit in self._units:
-            flags += unit.gradients.held
-        maxima = self._control.call(SyncPoint.END, bytes(flags)).wait()
-        agreed = [flag > 0 for flag in maxima]
+            for flat in unit.flat_parameters:
+                flags[unit.index] |= flat.gradients.is_pending
+                flags += bytes(flat.gradients.has_grads)
+        agreed = list(map(bool, self._control.call(SyncPoint.END, bytes(flags)).wait()))
         for unit in self._units:
             if agreed[unit.index]:
                 self._reduce(unit)
-        if self._under_way is not None:
-            self._under_way.gradients.finish()
+        for unit in self._under_way[-1:]:
+            unit.finish()
             # Behind all others: a host that waits for offloaded gradients waits once.
-            self._under_way.gradients.wait()
-        self._under_way = self._copies_under_way = None
+            for flat in reversed(unit.flat_parameters):
+                flat.gradients.wait()
+        self._under_way = []
         held = iter(agreed[len(self._units) :])
-        for unit in self._units:
-            unit.gradients.install(held)
+        for flat in self._flats:
+            flat.gradients.install(list(itertools.islice(held, len(flat.parameters))))
 
     def abandon(self) -> None:
         """Drop a backward pass that an exception ended."""
         # Not waited for: the others may be gone, or be waiting for this rank.
-        self._under_way = self._copies_under_way = self._left = self._work = None
+        self._under_way, self._left, self._work = [], None, None
 
 
 # -- the events ------------------------------------------------------------------------------------
+
+
+class Phase(Enum):
+    """A rank's place in a step."""
+
+    IDLE = "idle"
+    """Between steps: ranks may run different code."""
+    FORWARD = "forward"
+    """Within a step, before its backward pass or between two passes."""
+    AWAITS_BACKWARD = "awaits backward"
+    """The forward has ended and left a graph; the root's weights stay whole."""
+    BACKWARD = "backward"
+    """Autograd is running."""
 
 
 class Backward:
@@ -150,12 +167,7 @@ class Backward:
         syncs: Whether this microbatch's gradients are to be sent: ``False`` within ``no_sync``.
     """
 
-    def __init__(
-        self,
-        sharded: ShardedModel,
-        step: Step,
-        prefetcher: Prefetcher,
-    ) -> None:
+    def __init__(self, sharded: ShardedModel, step: Step, prefetcher: Prefetcher) -> None:
         self._sharded = sharded
         self._units = sharded.units
         self._step = step
@@ -165,7 +177,7 @@ class Backward:
         # Whether gradients have been compared within tensor-parallel groups, once.
         self._is_compared = sharded.comm.mesh.tensor is None
         self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
-        # The current pass; autograd holds it, and drops it when an exception ends the pass.
+        # The end of the current pass; autograd holds it, and drops it after an exception.
         self._pass: Callable[[], object] = lambda: None
         # Whether it has gradients of parameters, and reduces them.
         self._takes = self._reduces = False
@@ -175,6 +187,8 @@ class Backward:
             leaves_done=weakly(self._on_leaf_inputs_grad),
         )
         self._on_step_grad = weakly(self._on_held_grad)
+
+    # -- begin -----------------------------------------------------------------------------------
 
     def unshard_before(self, outputs: Sequence[Tensor]) -> None:
         """Unshard the root and pinned units when a backward pass from a step's ``outputs`` begins.
@@ -186,11 +200,7 @@ class Backward:
             return
         pinned = [unit.index for unit in self._units if unit.weights.is_pinned]
         held = [len(self._units) - 1, *pinned]
-        hook = functools.partial(self._on_step_grad, held)
-        if len(outputs) == 1:
-            outputs[0].register_hook(hook)  # type: ignore[no-untyped-call]
-        else:
-            register_multi_grad_hook(outputs, hook, mode="any")
+        on_grads(outputs, functools.partial(self._on_step_grad, held), "any")
 
     def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
         """Begin the pass and unshard units, if not done; cheap, as each child causes this event."""
@@ -229,7 +239,7 @@ class Backward:
         self._prefetcher.last_backward = None
         self._takes = self._reduces = False
         for unit in self._units:
-            unit.gradients.are_complete = False
+            unit.are_complete = False
         finish = functools.partial(self._finish)
         self._pass = weakref.ref(finish)
         internals.queue_callback(finish)
@@ -241,9 +251,11 @@ class Backward:
         self._reduces = self.syncs or self._always_reduces
         with internals.as_plain_tensors():
             for unit in self._units:
-                unit.gradients.expect(sends=self._reduces)
+                unit.expect(sends=self._reduces)
         if self._reduces:
             self._order.begin(self._prefetcher.units_in_forward())
+
+    # -- units -----------------------------------------------------------------------------------
 
     def _on_outputs_grad(self, call: Call, _: Any) -> None:
         """Make a unit whole for its backward."""
@@ -262,7 +274,7 @@ class Backward:
         if call in unit.calls.running:
             return  # its forward is still running, and computes gradients of its own inputs
         unit.calls.end_backward(call)
-        if self._reduces and not unit.gradients.are_complete:
+        if self._reduces and not unit.are_complete:
             self._order.advance()
         # A unit called on its own output begins the backward of one call before another's ends.
         if not unit.calls.in_backward:
@@ -274,19 +286,25 @@ class Backward:
         """End the backward of a call whose inputs are leaves, if the unit's gradients are there."""
         unit = self._units[call[0]]
         unit.calls.end_backward(call, is_certain=False)
-        if unit.gradients.are_complete and not unit.calls.awaited:
+        if unit.are_complete and not unit.calls.awaited:
             self._on_inputs_grad(call)
 
     def on_grad(self, unit: Unit, index: int, _: Tensor) -> None:
         """Take a parameter's gradient; the last one of a unit may start its reduction."""
         with internals.as_plain_tensors():
-            if not unit.gradients.parameters[index].requires_grad:
+            if not unit.parameters[index].requires_grad:
                 return  # frozen since its forward: torch calls the hook without a gradient
         if not self._takes or self._pass() is None:
-            if self._step.phase is Phase.IDLE and not unit.weights.is_gathered:
-                self._refuse_graph(unit)
+            is_outside = self._step.phase is Phase.IDLE
+            if is_outside and unit.weights.needs_ranks and not unit.weights.is_gathered:
+                raise RuntimeError(
+                    "A backward pass goes through values that code between steps computed from the"
+                    f" weights of {unit.label!r}, which are no longer in memory. Compute the values"
+                    " in `training_step`, or compute them and call `backward()` within one"
+                    " `with lightning_zero.gathered(module):` on all ranks."
+                )
             self._begin_gradients()
-        if not unit.gradients.take(index):
+        if not unit.take(index):
             return
         if self._reduces:
             if internals.function_modes() or internals.dispatch_modes():
@@ -295,19 +313,11 @@ class Backward:
             else:
                 self._order.advance()
         # A frozen weight may still be needed for gradients of earlier modules.
-        is_done = unit.gradients.are_all_wanted and not unit.calls.awaited
+        is_done = False not in unit.wants and not unit.calls.awaited
         if is_done and unit is not self._units[-1]:
             unit.weights.reshard()
 
-    def _refuse_graph(self, unit: Unit) -> None:
-        """Raise if a graph built outside of a step may need masters that are gone."""
-        if unit.weights.needs_ranks:
-            raise RuntimeError(
-                "A backward pass goes through values that code between steps computed from the"
-                f" weights of {unit.label!r}, which are no longer in memory. Compute the values in"
-                " `training_step`, or compute them and call `backward()` within one"
-                " `with lightning_zero.gathered(module):` on all ranks."
-            )
+    # -- end -------------------------------------------------------------------------------------
 
     @runs_outside
     def _finish(self) -> None:
@@ -318,8 +328,8 @@ class Backward:
                 self._is_compared = True
                 require_equal_gradients(self._sharded.pieces, self._sharded.comm)
         elif self._takes:
-            for unit in self._units:
-                unit.gradients.keep_own()
+            for flat in self._sharded.flats:
+                flat.gradients.keep_own()
         self._pass = lambda: None
         ends_step = self._step.end_backward()
         for transport in self._sharded.comm.transports.values():

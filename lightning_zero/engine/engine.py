@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -39,10 +39,6 @@ from lightning_zero.engine.activations import (
     ActivationOffload,
     Replacements,
 )
-from lightning_zero.engine.backward import Backward
-from lightning_zero.engine.forward import Forward
-from lightning_zero.engine.module_hook import Hooks
-from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Step
 from lightning_zero.engine.weights import Residency
@@ -102,27 +98,14 @@ class Engine:
         self.sharded = sharded = ShardedModel(module, settings, comm)
         self.steps: list[str] = []
         self.is_restored = False
-        self._step = Step(sharded.units, self.reset)
-        self._prefetcher = Prefetcher(sharded)
-        parts = (sharded, self._step, self._prefetcher)
-        self._backward = Backward(*parts)
-        self._hooks = Hooks(sharded.units, self._backward.on_grad)
-        self._forward = Forward(*parts, self._backward, self._hooks)
-        sharded.compute = self._forward.compute
-        sharded.shown.is_within_step = self._forward.is_within_step
-        self._forward.hook_modules()
-        self._step.end_units()
-        self._wrapped = self._wrap_units()
-        _engines.append(weakref.ref(self, _engines.remove))
-
-    def _wrap_units(self) -> list[Replacements]:
-        """Checkpoint and offload the units' activations, as the settings say."""
-        settings, units = self.sharded.settings, self.sharded.units
-        choice, modules = settings.activation_checkpointing, [unit.module for unit in units[:-1]]
-        wrapped: list[Replacements] = [ActivationCheckpointing.chosen(choice, self.module, modules)]
+        self._step = Step(sharded)
+        choice, modules = settings.activation_checkpointing, [u.module for u in sharded.units[:-1]]
+        self._wrapped: list[Replacements] = [
+            ActivationCheckpointing.chosen(choice, module, modules)
+        ]
         if settings.activation_offload:
-            wrapped.append(ActivationOffload.of(units, self.comm.host_copies))
-        return wrapped
+            self._wrapped.append(ActivationOffload.of(sharded.units, comm.host_copies))
+        _engines.append(weakref.ref(self, _engines.remove))
 
     @property
     def is_closed(self) -> bool:
@@ -138,7 +121,7 @@ class Engine:
         Yields a function to call with the step's outputs, so that a backward pass from them finds
         its weights after the context has ended. ``awaits_backward=False`` closes the step at once.
         """
-        self._forward.enter()
+        self._step.enter()
         outputs: list[Any] = []
         try:
             yield outputs.append
@@ -148,44 +131,35 @@ class Engine:
             raise
         if not awaits_backward:
             self._step.keeps_graph = False
-        self._forward.leave(outputs, awaits_backward=awaits_backward)
+        self._step.leave(outputs, awaits_backward=awaits_backward)
 
     def broadcast_next(self) -> None:
         """Broadcast buffers before the next forward, if one that runs now would send gradients."""
-        self._forward.buffers.is_due = self._forward.sends
+        self._step.buffers.is_due = self._step.sends
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Enter a context in which gradients of microbatches may stay local, if the plan allows."""
-        before, self._backward.syncs = self._backward.syncs, False
+        backward = self._step.backward
+        before, backward.syncs = backward.syncs, False
         try:
             yield
         finally:
-            self._backward.syncs = before
+            backward.syncs = before
 
-    @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
-        """Enter a context, without gradients, in which ranks may run different units, or none."""
-        if self._prefetcher.is_joined:
-            yield
-            return
-        self.sharded.shown.hide()
-        with self._prefetcher.joined():
-            yield
+    def join(self) -> AbstractContextManager[None]:
+        """Return a context, without gradients, in which ranks may run different units, or none."""
+        return self._step.prefetcher.joined()
 
     # -- the optimizer ---------------------------------------------------------------------------
 
     @uncollected()
-    def adopt(self, optimizer: Optimizer, *others: Engine) -> str | None:
+    def adopt(self, optimizer: Optimizer, *others: Engine) -> None:
         """Point ``optimizer`` at this rank's pieces, and refresh weights whenever it has stepped.
 
         Args:
             optimizer: The user's optimizer.
             others: The engines of other modules that it steps too.
-
-        Returns:
-            A one-line notice of how it is stepped and what that costs; ``None`` if all pieces are
-            simply stepped at once, element by element.
 
         Raises:
             ValueError: There is no way to step it, or a parameter is in two of its groups.
@@ -213,10 +187,9 @@ class Engine:
         )
         for engine in engines:
             engine.sharded.optimizers.append(optimizer)
-        self._hooks.handles += hooks.handles
+        self._step.hooks.handles += hooks.handles
         name = type(optimizer).__name__
         self.steps.append(hooks.notice or f"{name}: element-wise, sharded")
-        return hooks.notice
 
     def _by_unit(self, optimizer: Optimizer) -> UnitStep | None:
         """Return what steps an optimizer where masters and states rest, if that is elsewhere."""
@@ -298,18 +271,7 @@ class Engine:
 
     def reset(self) -> None:
         """Drop a step that an exception ended, so that the next one starts clean."""
-        self._step.interrupt()
-        self._prefetcher.leave_join()
-        self._forward.abandon()
-        self._backward.abandon()
-        self._prefetcher.forget()
-        self.sharded.shown.drop()
-        for unit in self.sharded.units:
-            unit.abandon()
-        self.comm.host_copies.abandon()
-        for transport in self.comm.transports.values():
-            transport.release_scratch()
-        self._step.end_units()
+        self._step.reset()
 
     def close(self, *, restore: bool = True) -> None:
         """Remove the hooks and, with ``restore``, make the module an ordinary one again.
@@ -321,7 +283,7 @@ class Engine:
         was_interrupted = self._step.is_interrupted
         restore = restore and not self._step.is_torn
         if not was_interrupted:
-            self._forward.order_check.wait()
+            self._step.order_check.wait()
             self.comm.control.call(SyncPoint.CLOSE).wait()
         for unit in self.sharded.units:
             unit.weights.wait()
@@ -331,7 +293,7 @@ class Engine:
         for unit in self.sharded.units:
             if unit.weights.residency is not Residency.RELEASED:
                 unit.weights.show()
-        self._hooks.remove()
+        self._step.hooks.remove()
         for wrapped in reversed(self._wrapped):
             wrapped.remove()
         for optimizer in self.sharded.optimizers:

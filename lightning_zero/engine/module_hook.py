@@ -99,7 +99,7 @@ class Hooks:
 
     def __init__(self, units: Iterable[Unit], on_grad: Callable[..., None]) -> None:
         self.handles: list[Removable] = []
-        self.frozen = {unit: list(range(len(unit.gradients.parameters))) for unit in units}
+        self.frozen = {unit: list(range(len(unit.parameters))) for unit in units}
         self._on_grad = on_grad
         self.hook_unfrozen()
 
@@ -120,7 +120,7 @@ class Hooks:
         """Hook the gradients of a unit, including those of parameters unfrozen since last time."""
         frozen = []
         for index in self.frozen.pop(unit, ()):
-            parameter = unit.gradients.parameters[index]
+            parameter = unit.parameters[index]
             if parameter.requires_grad:
                 hook = functools.partial(self._on_grad, unit, index)
                 self.handles.append(hook_last(parameter, hook))

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from itertools import chain, zip_longest
-from operator import is_
 from typing import Any
 
 import torch
@@ -207,9 +206,8 @@ class ChangeCheck:
 
     def __init__(self, sharded: ShardedModel) -> None:
         self._sharded = sharded
-        self._groups: dict[int, tuple[list[Any], bytes]] = {}
-        gradients = [unit.gradients for unit in sharded.units]
-        self._trained = _checksum([p.requires_grad for g in gradients for p in g.parameters])
+        parameters = [p for unit in sharded.units for p in unit.parameters]
+        self._trained = zlib.crc32(bytes(p.requires_grad for p in parameters))
         self.has_frozen = False
 
     def flags(self) -> bytes:
@@ -217,26 +215,14 @@ class ChangeCheck:
 
         All units must expect their gradients by now.
         """
-        checksum = _checksum(
-            [wants for unit in self._sharded.units for wants in unit.gradients.wants]
-        )
+        wants = [wants for unit in self._sharded.units for wants in unit.wants]
+        checksum = zlib.crc32(bytes(wants))
         self.has_frozen, self._trained = checksum != self._trained, checksum
         for optimizer in self._sharded.optimizers:
             for group in optimizer.param_groups:
-                checksum = zlib.crc32(self._encoded(group), checksum)
+                lines = sorted(lines_of({"": _hyperparameters(group)}))
+                checksum = zlib.crc32("\n".join(lines).encode(), checksum)
         return with_complements(checksum.to_bytes(self.NUM_FLAGS // 2, "big"))
-
-    def _encoded(self, group: Mapping[str, Any]) -> bytes:
-        """Return a group's hyperparameters as bytes, from a cache while they stay the same."""
-        values = list(group.values())
-        before, encoded = self._groups.get(id(group), ([], b""))
-        if len(before) != len(values) or not all(map(is_, values, before)):
-            own = _hyperparameters(group)
-            encoded = "\n".join(sorted(lines_of({"": own}))).encode()
-            # Groups with values that can be changed in place are described each time.
-            is_lasting = not any(isinstance(one, Tensor | list | dict) for one in own.values())
-            self._groups[id(group)] = (values if is_lasting else [], encoded)
-        return encoded
 
     def compare(self, flags: bytes, exchange: Callable[[Any], list[Any]]) -> None:
         """Raise on all ranks if the maxima show that they differ.
@@ -256,10 +242,6 @@ class ChangeCheck:
             for number, optimizer in enumerate(self._sharded.optimizers):
                 lines += group_lines(optimizer, f"optimizer {number}")
             refuse(exchange(lines))
-
-
-def _checksum(flags: list[bool]) -> int:
-    return zlib.crc32(bytes(flags))
 
 
 # -- gradients of tensor-parallel ranks ------------------------------------------------------------
@@ -292,17 +274,15 @@ def require_equal_gradients(pieces: list[Piece], comm: Communicator) -> None:
     assert comm.mesh.tensor is not None
     size = comm.mesh.tensor.size
     # By parameter and number in the tensor-parallel group, summed over the shards.
-    sums: dict[str, list[list[float]]] = defaultdict(lambda: [[0.0] * 3 for _ in range(size)])
+    sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(size, 3, dtype=torch.float64))
     for rank in comm.mesh.model.ranks:
         for name, values in found[rank].items():
-            own = sums[name][rank % size]
-            own[:] = [a + b for a, b in zip(own, values, strict=True)]
-    differing = []
-    for name, group in sums.items():
-        squares, *projections = zip(*group, strict=True)
-        limit = _TOLERANCE * max(squares) ** 0.5
-        if any(max(values) - min(values) > limit for values in projections):
-            differing.append(name)
+            sums[name][rank % size] += values
+    differing = [
+        name
+        for name, group in sums.items()
+        if (group.amax(0) - group.amin(0) > _TOLERANCE * group[:, 0].max().sqrt())[1:].any()
+    ]
     if differing:
         some = ", ".join(map(repr, differing[:5])) + (", ..." if len(differing) > 5 else "")
         raise RuntimeError(
@@ -315,7 +295,7 @@ def require_equal_gradients(pieces: list[Piece], comm: Communicator) -> None:
 
 
 @torch.no_grad()
-def _projections(piece: Piece) -> list[float]:
+def _projections(piece: Piece) -> Tensor:
     """Return the squared norm of this rank's part of a gradient, and its two projections."""
     grad = piece.grad
     assert grad is not None
@@ -324,4 +304,4 @@ def _projections(piece: Piece) -> list[float]:
     values = grad.detach().flatten().double().cpu()
     places = torch.arange(piece.range.start, piece.range.start + len(values)).double() + 1
     parts = values.square(), values * places.sin(), values * (2.7 * places).sin()
-    return torch.stack([part.sum() for part in parts]).tolist()
+    return torch.stack([part.sum() for part in parts])

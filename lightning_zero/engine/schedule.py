@@ -74,16 +74,16 @@ class Prefetcher:
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
-        self.last_backward: Unit | None = None
-        self.is_joined = self.asks = False
         self._sharded, self._units = sharded, sharded.units
         self._count = sharded.settings.prefetch if sharded.reshards else 0
-        self.forget()
+        self.last_backward: Unit | None = None
+        self.abandon()
 
-    def forget(self) -> None:
+    def abandon(self) -> None:
         """Drop all records: ranks interrupted at different places must predict the same again."""
         self._with_grad, self._without_grad = Schedule(), Schedule()
         self.schedule = self._with_grad
+        self.is_joined = self.asks = False
 
     def begin_step(self, *, with_grad: bool) -> None:
         """Choose the schedule of a step."""
@@ -135,7 +135,12 @@ class Prefetcher:
     @contextlib.contextmanager
     def joined(self) -> Iterator[None]:
         """Enter the context of `join`; its end waits for all ranks."""
-        sharded, self.is_joined = self._sharded, True
+        if self.is_joined:
+            yield
+            return
+        sharded = self._sharded
+        sharded.shown.hide()
+        self.is_joined = True
         try:
             # Where nothing rests, no rank needs the others.
             if sharded.reshards and sharded.comm.transport.gathers_together:
@@ -146,11 +151,7 @@ class Prefetcher:
             if self.asks:
                 self._gather_together(None)
         finally:
-            self.leave_join()
-
-    def leave_join(self) -> None:
-        """Leave the context of `join` without waiting for the others."""
-        self.is_joined = self.asks = False
+            self.is_joined = self.asks = False
 
     @torch.no_grad()
     def _gather_together(self, wanted: Unit | None) -> None:

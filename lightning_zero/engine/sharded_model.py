@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.comm import Communicator, SyncPoint, parameter_behind
 from lightning_zero.engine.unit import Unit, listed
 from lightning_zero.engine.unit_builder import MetaInitializer, build_units
-from lightning_zero.engine.weights import ShownMasters
+from lightning_zero.engine.weights import Residency, ShownMasters, Shows, store_edits
 from lightning_zero.optimizer import kept_states
 from lightning_zero.parameters import (
     FlatParameters,
@@ -50,12 +51,7 @@ class ShardedModel:
             ``False``.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        settings: Settings,
-        comm: Communicator,
-    ) -> None:
+    def __init__(self, module: nn.Module, settings: Settings, comm: Communicator) -> None:
         self.module = module
         self.settings, asked = settings.on_device(), settings
         self.moves_nothing = self.settings.offload is not asked.offload
@@ -72,21 +68,14 @@ class ShardedModel:
         self._is_writing = False
         initializer = MetaInitializer(module, self.settings.device)
         for unit in build_units(module, self.settings, comm, self.scratch, self, initializer):
-            self._add(unit)
+            self.units.append(unit)
+            for flat in unit.flat_parameters:
+                for index, parameter in enumerate(flat.parameters):
+                    self._places[id(parameter)] = (unit, flat, index)
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
-        initializer.finish(functools.partial(self.gathered, modify=True))
-
-    def _add(self, unit: Unit) -> None:
-        self.units.append(unit)
-        for flat in unit.flat_parameters:
-            for index, parameter in enumerate(flat.parameters):
-                self._places[id(parameter)] = (unit, flat, index)
-
-    @functools.cached_property
-    def _peers_read_weights(self) -> bool:
         # Peers read replicated weights if there are no other masters.
-        plans = [flat.plan for flat in self.flats]
-        return any(not plan.rests_apart for plan in plans)
+        self._peers_read_weights = any(not flat.plan.rests_apart for flat in self.flats)
+        initializer.finish(functools.partial(self.gathered, modify=True))
 
     @functools.cached_property
     def reshards(self) -> bool:
@@ -138,11 +127,8 @@ class ShardedModel:
     @runs_outside
     def keep_edits(self) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks; hide touched units."""
-        edited = [flat for unit in self.units for flat in unit.weights.edited()]
-        if edited:
-            with self.comm.write_access(SyncPoint.EDIT):
-                for flat in edited:
-                    flat.store_edits()
+        whole = [unit for unit in self.units if unit.weights.residency is Residency.WHOLE]
+        store_edits([flat for unit in whole for flat in unit.flat_parameters])
         self.shown.hide()
         self.store_pending()
 
@@ -205,40 +191,66 @@ class ShardedModel:
             RuntimeError: A parameter was changed without ``modify``, or ``modify`` was given within
                 another ``gathered`` of the same weights.
         """
-        wanted = self.units
+        units = self.units
         if parameters is not None:
-            wanted = self.units_of(map(parameter_behind, parameters))
+            units = self.units_of(map(parameter_behind, parameters))
         self.shown.hide()
+        wanted = [unit.weights for unit in units if not unit.weights.is_gathered]
+        access: AbstractContextManager[None] = contextlib.nullcontext()
         if modify:
+            if len(wanted) < len(units):
+                raise RuntimeError(
+                    "gathered(modify=True) was entered within another `gathered` of the same"
+                    " weights. Pass `modify=True` to the outer one."
+                )
             self.store_pending()
+            access = self.comm.write_access(SyncPoint.EDIT)
+        before = [weights for weights in wanted if weights.shows is Shows.WEIGHTS]
+        for weights in wanted:
+            weights.show_masters(as_gathered=True)
         try:
-            with self.shown.gathered([unit.weights for unit in wanted], modify=modify):
-                yield
+            with access:
+                try:
+                    yield
+                finally:
+                    for weights in wanted if modify else ():
+                        weights.store_gathered()
+            changed = [name for weights in wanted for name in weights.changed]
         finally:
+            # A step may have begun or ended within.
+            is_within_step = self.shown.is_within_step()
+            for weights in wanted:
+                weights.hide_masters()
+                if is_within_step and weights in before:
+                    weights.show()
+                elif not is_within_step:
+                    weights.reshard()
             if modify:
-                self.refresh(wanted)
+                self.refresh(units)
+        if not modify:
+            self._refuse_changes(changed)
 
-    def whole_parameters(
-        self, part_of: Callable[[Piece], Tensor] | None = None
-    ) -> Iterator[tuple[Parameter, Tensor]]:
+    @runs_outside
+    def _refuse_changes(self, changed: list[str]) -> None:
+        """Raise on all ranks if any rank changed weights that were gathered for reading."""
+        (any_changed,) = self.comm.control.call(SyncPoint.EDIT, bytes([bool(changed)])).wait()
+        if any_changed:
+            what = f"Parameter {changed[0]!r}" if changed else "A parameter on another rank"
+            raise RuntimeError(
+                f"{what} was changed within `gathered(...)`, which is for reading only. Use"
+                " `gathered(..., modify=True)`, which keeps rank 0's changes on all ranks."
+            )
+
+    def whole_parameters(self) -> Iterator[tuple[Parameter, Tensor]]:
         """Yield every parameter with its whole value in the master's precision.
 
         One buffer is in memory at a time. All ranks must iterate together. The tensors are views of
         a buffer that is freed when the next one comes.
-
-        Args:
-            part_of: Yield instead the whole tensors of which each rank holds ``part_of(piece)``, in
-                a dtype that can hold all parts of one flat buffer.
         """
         # Edits of whole weights are stored without telling the other ranks.
         self.comm.fence(SyncPoint.EDIT)
         for flat in self.flats:
-            if part_of is None:
-                whole = flat.whole_masters()
-            else:
-                parts = [(piece.range.in_shard, part_of(piece)) for piece in flat.pieces]
-                whole = flat.store.assemble(parts)
-            yield from zip(flat.parameters, whole.views, strict=True)
+            yield from zip(flat.parameters, flat.whole_masters().views, strict=True)
 
     @runs_outside
     def full_grad(self, parameter: Parameter) -> Tensor | None:

@@ -6,10 +6,16 @@ outputs, and has ended when all of its inputs have their gradients.
 Graphs hold the hooks for these events, and may live long, for instance if a module keeps its loss.
 Python's garbage collector does not see through them, so no graph may refer to anything that holds a
 module.
+
+In each backward pass the gradients of a unit go the same way::
+
+    expect -> take, take, ... -> reduce -> finish -> install
+    expect -> take, take, ... -> keep_own                       (within ``no_sync``)
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -20,10 +26,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.gradients import Gradients
 from lightning_zero.engine.weights import Residency, Shows, Weights
 from lightning_zero.parameters import FlatParameters, Piece
-from lightning_zero.tensors import internals, outside, tensors_in
+from lightning_zero.tensors import internals, outside, span, tensors_in
 
 Call = tuple[int, int]
 """One call of a unit's forward: the unit's index, and a number. No object: a graph holds it."""
@@ -83,11 +88,8 @@ class Calls:
             return
         self.awaited.add(call)
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
-        if len(inner) == 1:
-            # Equivalent to torch's multi-grad hook, at half the cost.
-            inner[0].register_hook(functools.partial(events.ended, call))  # type: ignore[no-untyped-call]
-        elif inner:
-            register_multi_grad_hook(inner, functools.partial(events.ended, call), mode="all")
+        if inner:
+            on_grads(inner, functools.partial(events.ended, call), "all")
         else:
             # Torch's multi-grad hook does not support leaves in `torch.autograd.grad`.
             _on_leaf_grads(inputs, functools.partial(events.leaves_done, call))
@@ -105,10 +107,7 @@ class Calls:
             base = tensor._base
             if base is not None and base.requires_grad:
                 tracked.append(base)
-        if len(tracked) == 1:
-            tracked[0].register_hook(functools.partial(events.began, call))  # type: ignore[no-untyped-call]
-        else:
-            register_multi_grad_hook(tracked, functools.partial(events.began, call), mode="any")
+        on_grads(tracked, functools.partial(events.began, call), "any")
         return True
 
     def end_backward(self, call: Call, *, is_certain: bool = True) -> None:
@@ -127,10 +126,14 @@ class Calls:
         self._has_ended = False
         self.awaited, self.in_backward = set(), set()
 
-    def abandon(self) -> None:
-        """Forget all calls, including those that are running."""
-        self.running = []
-        self.end_pass()
+
+def on_grads(tensors: Sequence[Tensor], call: Callable[[Any], None], mode: Any) -> None:
+    """Call ``call`` when any of some tensors has a gradient, or all have, in each pass."""
+    if len(tensors) == 1:
+        # Equivalent to torch's multi-grad hook, at half the cost.
+        tensors[0].register_hook(call)  # type: ignore[no-untyped-call]
+    else:
+        register_multi_grad_hook(tensors, call, mode=mode)
 
 
 def _on_leaf_grads(leaves: list[Tensor], done: Callable[[], None]) -> None:
@@ -197,9 +200,13 @@ class Unit:
         flat_parameters: Its parameters, by dtype and trainability.
         index: Its number; the root's is the last.
         label: The name to show.
-        weights, gradients, calls: The states of its weights, gradients and forwards.
+        parameters: Its parameters; callers refer to one by its index here.
+        weights: Its whole weights.
+        calls: The calls of its forward.
         is_inlined: Whether it was compiled into a larger graph, which needs its weights whole when
             a step begins.
+        wants: For each parameter, whether it wants a gradient in this backward pass.
+        are_complete: Whether all that want a gradient got one in this backward pass.
     """
 
     def __init__(
@@ -210,11 +217,16 @@ class Unit:
         self.flat_parameters = list(flats)
         self.index = index
         self.label = name or "root"
-        first_tag = _MAX_GROUPS * index + 1
-        self.weights = Weights(self.label, self.flat_parameters, first_tag)
-        self.gradients = Gradients(self.label, self.flat_parameters, first_tag)
+        self.parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self._first_tag = _MAX_GROUPS * index + 1
+        self.weights = Weights(self.label, self.flat_parameters, self._first_tag)
         self.calls = Calls(index)
         self.is_inlined = False
+        self.wants: list[bool] = []
+        self.are_complete = True
+        self._places = [(f.gradients, place) for f in flats for place in range(len(f.pieces))]
+        self._missing: set[int] = set()
+        self._finishes: list[Callable[..., None]] = []
 
     @property
     def pieces(self) -> list[Piece]:
@@ -250,11 +262,53 @@ class Unit:
         self.calls.have_run = True
         return True
 
+    # -- gradients -------------------------------------------------------------------------------
+
+    def expect(self, *, sends: bool) -> None:
+        """Begin to take the gradients of a backward pass, which averages them if it ``sends``."""
+        self.wants = []
+        for flat in self.flat_parameters:
+            flat.gradients.expect(sends=sends)
+            self.wants += flat.gradients.wants
+        self._missing = set(itertools.compress(itertools.count(), self.wants))
+        self.are_complete = not self._missing
+
+    def take(self, index: int) -> bool:
+        """Take the gradient that autograd just finished; return whether all are there now."""
+        gradients, place = self._places[index]
+        gradients.take(place, self.parameters[index])
+        self._missing.discard(index)
+        self.are_complete = not self._missing
+        return self.are_complete
+
+    @span("reduce")
+    def reduce(self) -> None:
+        """Start to average the arrived gradients over the ranks."""
+        if self._finishes:
+            self.finish()
+        for tag, flat in enumerate(self.flat_parameters, self._first_tag):
+            if True in flat.gradients.wants:
+                self._finishes.append(flat.gradients.reduce(self.label, tag))
+
+    @span("finish_reduce")
+    def finish(self) -> None:
+        """Finish the reductions that were started."""
+        finishes, self._finishes = self._finishes, []
+        for finish in finishes:
+            finish()
+
     def abandon(self) -> None:
         """Drop what is under way, including weights and gradients in flight."""
-        self.calls.abandon()
+        self.calls.running = []
+        self.calls.end_pass()
         self.weights.abandon()
-        self.gradients.abandon()
+        finishes, self._finishes = self._finishes, []
+        # The ranks waited for may be gone, and their gradients with them.
+        with contextlib.suppress(RuntimeError):
+            for finish in finishes:
+                finish(is_wanted=False)
+        for flat in self.flat_parameters:
+            flat.gradients.abandon()
 
 
 def listed(units: Iterable[Unit]) -> Iterator[str]:

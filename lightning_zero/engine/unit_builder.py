@@ -88,9 +88,13 @@ class MetaInitializer:
     def __init__(self, root: nn.Module, device: torch.device) -> None:
         self._device = device
         self._initializers = dict(_initializers(root))
-        # A model that stays on the meta device has nothing to fill.
-        modules = _upwards(root) if device.type != "meta" else ()
-        self._modules = [module for module in modules if any(map(_owns_meta, module.modules()))]
+        # Children before their parents. A model that stays on the meta device has nothing to fill.
+        modules: list[nn.Module] = []
+        if device.type != "meta":
+            nn.Module.apply(root, modules.append)
+        self._modules = [
+            module for module in dict.fromkeys(modules) if any(map(_owns_meta, module.modules()))
+        ]
         # For each initializing module that holds no parameters itself: its children's, if all meta.
         self._parents = {
             id(module): {id(p) for p in module.parameters()}
@@ -110,17 +114,14 @@ class MetaInitializer:
         wanted = {id(module) for module in owners}
         fresh = [m for m in self._modules if id(m) in wanted and _owns_meta(m)]
         with uncut(fresh):
-            self._fill(fresh)
-
-    def _fill(self, fresh: list[nn.Module]) -> None:
-        for module in fresh:
-            self._allocate(module)
-        have = {id(p) for module in fresh for p in module._parameters.values()}
-        complete = {key for key, parts in self._parents.items() if parts <= have}
-        for module in self._modules:
-            if id(module) in complete or any(module is other for other in fresh):
-                self._initialize(module)
-                self._parents.pop(id(module), None)
+            for module in fresh:
+                self._allocate(module)
+            have = {id(p) for module in fresh for p in module._parameters.values()}
+            complete = {key for key, parts in self._parents.items() if parts <= have}
+            for module in self._modules:
+                if id(module) in complete or module in fresh:
+                    self._initialize(module)
+                    self._parents.pop(id(module), None)
 
     def finish(self, gathered: Callable[[list[Parameter]], AbstractContextManager[None]]) -> None:
         """Initialize what is left: buffers, and modules whose children lie in several units.
@@ -204,17 +205,6 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 def _owns_meta(module: nn.Module) -> bool:
     tensors = (*module._parameters.values(), *module._buffers.values())
     return any(tensor is not None and tensor.is_meta for tensor in tensors)
-
-
-def _upwards(root: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """Yield every module once, children before their parents."""
-    seen = set() if seen is None else seen
-    if id(root) in seen:
-        return
-    seen.add(id(root))
-    for child in root.children():
-        yield from _upwards(child, seen)
-    yield root
 
 
 def _initializers(

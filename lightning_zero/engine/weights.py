@@ -1,27 +1,18 @@
 """The whole weights of a unit: whether they are in memory, and what the parameters show.
 
-::
-
-    RELEASED ── unshard ──> IN_FLIGHT ── wait ──> WHOLE ── reshard ──> RELEASED
-                                ^                   │
-                                └───── refresh ─────┘
-
-    GUARD ── show ──> WEIGHTS ── guard, refresh, reshard ──> GUARD
-    GUARD ── show_masters ──> MASTERS ── hide_masters ──> GUARD
-
 Weights are shown while their module runs; at any other time every use is noticed. What autograd
 records then computes with the weights, and all other code sees whole **masters**, in a new buffer.
 So weights of less precision than the masters exist only within forwards and backward passes.
 
 Weights whose home is replicated (stages 1 and 2) are never released: ``reshard`` leaves them as
-they are, and every optimizer step refreshes them. **Pinned** weights stay whole until the end of a
-step.
+they are, and every optimizer step refreshes them. Weights that are released can show a guard or
+masters, those in flight a guard, and whole ones all three. ``docs/architecture.md`` lists the
+transitions.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -69,25 +60,22 @@ class Weights:
         is_pinned: Whether the weights stay whole until the end of the step.
         stays_shown: Whether the weights are shown throughout the step: those of the root that are
             not cast, and all of a unit that is compiled together with the code around it.
+        has_pending: Whether changes of masters wait for the end of a backward pass.
         reshards: Whether they are released after use.
         is_cast: Whether some have less precision than their masters.
-        has_pending: Whether changes of masters wait for the end of a backward pass.
         needs_ranks: Whether the masters are gathered from other ranks to be shown.
     """
 
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
         self.label = label
         self.residency, self.shows = Residency.WHOLE, Shows.GUARD
-        self.is_pinned = self.stays_shown = False
+        self.is_pinned = self.stays_shown = self.has_pending = False
         self.reshards = any(flat.plan.reshards for flat in flats)
         self.is_cast = any(flat.plan.is_cast for flat in flats)
         self.needs_ranks = self.reshards or self.is_cast
         self._flats = flats
         self._first_tag = first_tag
         self._works: list[Work] = []
-        # The groups whose masters are shown.
-        self._shown: list[FlatParameters] = []
-        self.has_pending = False
 
     @property
     def rests(self) -> bool:
@@ -107,17 +95,6 @@ class Weights:
                 self._works.append(flat.store.gather_weights(out, unit=self.label, tag=tag))
         self.residency = Residency.IN_FLIGHT
 
-    def refresh(self, *, only_stepped: bool = False) -> None:
-        """Start to bring whole weights up to date with masters: all, or those that are stepped."""
-        if self.shows is Shows.MASTERS:
-            self._refresh_masters(only_stepped=only_stepped)
-            return
-        if self.residency is Residency.IN_FLIGHT:
-            self._end_unshard()
-        if self.shows is Shows.WEIGHTS:
-            self.guard()
-        self.unshard(only_stepped=only_stepped)
-
     def wait(self) -> None:
         """Wait until the weights are whole, if they are in flight."""
         if self.residency is Residency.IN_FLIGHT:
@@ -134,10 +111,21 @@ class Weights:
             flat.point_at_weights()
         self.residency, self.shows = Residency.WHOLE, Shows.GUARD
 
+    def refresh(self, *, only_stepped: bool = False) -> None:
+        """Start to bring whole weights up to date with masters: all, or those that are stepped."""
+        if self.shows is Shows.MASTERS:
+            self._refresh_masters(only_stepped=only_stepped)
+            return
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+        if self.shows is Shows.WEIGHTS:
+            self.guard()
+        self.unshard(only_stepped=only_stepped)
+
     def gather_again(self) -> None:
         """Gather for ranks that ask for it, whether the weights are whole here or not."""
         was_shown = self.shows is Shows.WEIGHTS
-        self.keep_edits()
+        self._store_edits()
         self.unshard()
         self._end_unshard()
         if was_shown:
@@ -145,16 +133,13 @@ class Weights:
 
     def pin_if_viewed(self, tensor: Tensor) -> None:
         """Keep the weights whole until the end of the step if ``tensor`` is a view of them."""
-        if not (self.reshards and internals.has_storage(tensor)):
-            return
-        storage = tensor.untyped_storage()._cdata
-        for flat in self._flats:
-            if flat.weight.tensor.untyped_storage()._cdata == storage:
-                self.is_pinned = True
-                return
+        if self.reshards and internals.has_storage(tensor):
+            storage = tensor.untyped_storage()._cdata
+            own = [flat.weight.tensor.untyped_storage()._cdata for flat in self._flats]
+            self.is_pinned |= storage in own
 
     def reshard(self) -> None:
-        """Release whole weights, if their home is sharded and nothing pins them."""
+        """Release whole weights, unless they are replicated, pinned, held by code, or masters."""
         if self.residency is Residency.RELEASED or self.is_pinned or not self.reshards:
             return
         if self.shows is Shows.MASTERS:
@@ -167,32 +152,57 @@ class Weights:
         self._release(may_be_shared=not torch.is_grad_enabled())
 
     @span("reshard")
-    def _release(self, *, may_be_shared: bool) -> None:
+    def _release(self, *, may_be_shared: bool, keeps_edits: bool = True) -> None:
         if self.residency is Residency.IN_FLIGHT:
             self._end_unshard()
-        self.keep_edits()
+        if keeps_edits:
+            self._store_edits()
         for flat in self._flats:
             flat.release(may_be_shared=may_be_shared)
         self.residency, self.shows = Residency.RELEASED, Shows.GUARD
 
-    def end_step(self) -> None:
+    def end_step(self, *, keeps_edits: bool = True) -> None:
         """Release or guard whole weights at the end of a step."""
         # Others may refer to what was whole for longer than its module ran.
         may_be_shared = self.is_pinned or self.stays_shown
         self.is_pinned = self.stays_shown = False
         for flat in self._flats:
             flat.edits.in_step = False
-        if self.residency is Residency.RELEASED:
-            return
         if self.shows is Shows.MASTERS:
-            self.keep_edits()
-            return
-        if self.reshards:
-            self._release(may_be_shared=may_be_shared)
+            if keeps_edits:
+                self._store_edits()
+        elif self.residency is not Residency.RELEASED and self.reshards:
+            self._release(may_be_shared=may_be_shared, keeps_edits=keeps_edits)
         elif self.residency is Residency.WHOLE:
-            self.keep_edits()
+            if keeps_edits:
+                self._store_edits()
+            else:
+                for flat in self._flats:
+                    flat.point_at_weights()
             if self.shows is Shows.WEIGHTS:
                 self.guard()
+
+    def _store_edits(self, flats: Sequence[FlatParameters] | None = None) -> None:
+        if self.residency is Residency.WHOLE:
+            store_edits(self._flats if flats is None else flats)
+
+    def abandon(self) -> None:
+        """End a step that an exception ended, without its edits, which others may not have made."""
+        for flat in self._flats:
+            flat.is_recorded = False
+        try:
+            self.wait()
+        except RuntimeError:
+            # The ranks waited for are gone, and their parts with them.
+            self._works = []
+            self._end_unshard()
+        self.end_step(keeps_edits=False)
+
+    def retire(self) -> None:
+        """Free the weights after the parameters were pointed elsewhere."""
+        for flat in self._flats:
+            flat.retire()
+        self.residency = Residency.RELEASED
 
     # -- shown while the module runs -------------------------------------------------------------
 
@@ -205,6 +215,24 @@ class Weights:
             for flat in self._flats:
                 flat.show()
 
+    def show_in_step(self) -> None:
+        """Show the weights that are not cast throughout a step."""
+        self.stays_shown = True
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+        if self.shows is Shows.GUARD:
+            self.shows = Shows.WEIGHTS
+            for flat in self._flats:
+                if not flat.plan.is_cast:
+                    flat.show()
+                    flat.edits.in_step = True
+
+    def guard(self) -> None:
+        """Send every use of the parameters to their owner until the weights are next shown."""
+        for flat in self._flats:
+            flat.guard()
+        self.shows = Shows.GUARD
+
     def require_no_pending(self, flats: Sequence[FlatParameters] | None = None) -> None:
         """Raise if a forward would not see changes that a backward pass must not have seen."""
         pending = [flat.pending is not None for flat in (self._flats if flats is None else flats)]
@@ -216,49 +244,32 @@ class Weights:
                 " precision with ZeROStrategy(cast_weights='none')."
             )
 
-    def show_in_step(self, *, is_inlined: bool = False) -> None:
-        """Show weights throughout a step: those that are not cast, or all of an inlined unit."""
-        self.stays_shown = True
-        if self.residency is Residency.IN_FLIGHT:
-            self._end_unshard()
-        if self.shows is Shows.GUARD:
-            self.shows = Shows.WEIGHTS
-            for flat in self._flats:
-                if is_inlined or not flat.plan.is_cast:
-                    flat.show()
-                    flat.edits.in_step = True
-
-    def guard(self) -> None:
-        """Send every use of the parameters to their owner until the weights are next shown."""
-        for flat in self._flats:
-            flat.guard()
-        self.shows = Shows.GUARD
-
-    def edited(self, flats: Sequence[FlatParameters] | None = None) -> list[FlatParameters]:
-        """Return the groups whose whole weights may have users' changes that the masters lack."""
-        if self.residency is not Residency.WHOLE:
-            return []
-        candidates = self._flats if flats is None else flats
-        found = []
-        for flat in candidates:
-            if flat not in self._shown and flat.may_be_edited:
-                found.append(flat)
-        return found
-
-    def keep_edits(self, flats: Sequence[FlatParameters] | None = None) -> None:
-        """Copy users' changes of whole weights to the masters, on all ranks."""
-        edited = self.edited(flats)
-        if edited:
-            with self._flats[0].store.comm.write_access(SyncPoint.EDIT):
-                for flat in edited:
-                    flat.store_edits()
-
     # -- masters ---------------------------------------------------------------------------------
+
+    @property
+    def shown_masters(self) -> list[FlatParameters]:
+        """The groups whose masters are shown."""
+        return [flat for flat in self._flats if flat.masters is not None]
 
     @property
     def is_gathered(self) -> bool:
         """Return whether `gathered` shows the masters."""
         return any(flat.masters is not None and flat.masters.is_gathered for flat in self._flats)
+
+    @property
+    def are_masters_held(self) -> bool:
+        """Return whether code or a graph has views of the masters that are shown."""
+        return any(flat.masters is not None and flat.masters.are_held for flat in self._flats)
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of parameters that were changed while `gathered` shows them."""
+        return [
+            flat.layout.slots[index].name
+            for flat in self._flats
+            if flat.masters is not None
+            for index in flat.masters.changed
+        ]
 
     @runs_outside
     def show_masters(self, *, as_gathered: bool = False, in_step: bool = False) -> None:
@@ -272,29 +283,18 @@ class Weights:
             self._end_unshard()
         is_whole = self.residency is Residency.WHOLE
         shown = [flat for flat in self._flats if as_gathered or flat.is_guarded]
-        self.keep_edits(shown)
-        self._shown = shown
+        self._store_edits(shown)
         started = [
-            flat.gather_masters(self.label, self._first_tag + index, are_whole=is_whole)
-            for index, flat in enumerate(self._flats)
-            if flat in self._shown
+            (flat, *flat.gather_masters(self.label, tag, are_whole=is_whole))
+            for tag, flat in enumerate(self._flats, self._first_tag)
+            if flat in shown
         ]
-        for flat, (whole, work) in zip(self._shown, started, strict=True):
+        for flat, whole, work in started:
             work.wait()
             flat.show_masters(
                 whole, stay_guarded=in_step, are_whole=is_whole, is_gathered=as_gathered
             )
         self.shows = Shows.MASTERS
-
-    @property
-    def are_masters_held(self) -> bool:
-        """Return whether code or a graph has views of the masters that are shown."""
-        return any(flat.masters is not None and flat.masters.are_held for flat in self._shown)
-
-    @property
-    def shown_masters(self) -> list[FlatParameters]:
-        """The groups whose masters are shown."""
-        return self._shown
 
     @runs_outside
     def hide_masters(self, stored: Sequence[FlatParameters] = ()) -> None:
@@ -304,23 +304,17 @@ class Weights:
         them as they are.
         """
         is_whole = self.residency is Residency.WHOLE
-        for flat in self._shown:
+        for tag, flat in enumerate(self._flats, self._first_tag):
+            if flat.masters is None:
+                continue
             if is_whole and flat in stored and flat.plan.is_cast and flat.pending is None:
-                tag = self._first_tag + self._flats.index(flat)
                 out = flat.weight.tensor
                 flat.store.gather_weights(out, unit=self.label, tag=tag).wait()
             flat.hide_masters(are_whole=is_whole)
         self.has_pending = any(flat.pending is not None for flat in self._flats)
-        self._shown, self.shows = [], Shows.GUARD
+        self.shows = Shows.GUARD
         if self.stays_shown and is_whole:
             self.show_in_step()
-
-    def store_pending(self) -> None:
-        """Make deferred changes those of the masters; within write access."""
-        for flat in self._flats:
-            if flat.pending is not None:
-                flat.store_pending()
-        self.has_pending = False
 
     def _refresh_masters(self, *, only_stepped: bool) -> None:
         """Show the masters anew: they were stepped while they were shown."""
@@ -334,15 +328,12 @@ class Weights:
             self.unshard(only_stepped=only_stepped)
         self.show_masters(as_gathered=True)
 
-    @property
-    def changed(self) -> list[str]:
-        """The names of parameters that were changed while `gathered` shows them."""
-        return [
-            flat.layout.slots[index].name
-            for flat in self._shown
-            if flat.masters is not None
-            for index in flat.masters.changed
-        ]
+    def store_pending(self) -> None:
+        """Make deferred changes those of the masters; within write access."""
+        for flat in self._flats:
+            if flat.pending is not None:
+                flat.store_pending()
+        self.has_pending = False
 
     @runs_outside
     def store_gathered(self) -> None:
@@ -352,25 +343,14 @@ class Weights:
             flat.store.comm.broadcast(values.tensor)
             flat.take_over(values)
 
-    # -- the end ---------------------------------------------------------------------------------
 
-    def abandon(self) -> None:
-        """Finish or drop what is in flight, and unpin the weights."""
-        self.is_pinned = False
-        for flat in self._flats:
-            flat.is_recorded = False
-        try:
-            self.wait()
-        except RuntimeError:
-            # The ranks waited for are gone, and their parts with them.
-            self._works = []
-            self._end_unshard()
-
-    def retire(self) -> None:
-        """Free the weights after the parameters were pointed elsewhere."""
-        for flat in self._flats:
-            flat.retire()
-        self.residency = Residency.RELEASED
+def store_edits(flats: Sequence[FlatParameters]) -> None:
+    """Copy users' changes of whole weights to the masters, on all ranks."""
+    edited = [flat for flat in flats if flat.masters is None and flat.may_be_edited]
+    if edited:
+        with edited[0].store.comm.write_access(SyncPoint.EDIT):
+            for flat in edited:
+                flat.store_edits()
 
 
 _MOST = 2
@@ -382,8 +362,8 @@ class ShownMasters:
 
     Those that code touches outside of forwards are shown until it touches others. All ranks must
     touch the same units, in the same order, except where whole weights have their masters' values
-    (stages 1 and 2 without mixed precision). Those within :meth:`gathered` are shown to the end of
-    the context, whatever runs in it.
+    (stages 1 and 2 without mixed precision). Those within `gathered` are shown to the end of the
+    context, whatever runs in it.
 
     Attributes:
         is_within_step: Tells whether code that runs now is part of a step.
@@ -394,11 +374,6 @@ class ShownMasters:
         self.is_within_step: Callable[[], bool] = lambda: False
         # The least recently touched one first.
         self._touched: list[Weights] = []
-
-    @property
-    def num_touched(self) -> int:
-        """The number of units that are shown because code touched them."""
-        return len(self._touched)
 
     def touch(self, needed: Sequence[Weights], used: Sequence[Weights]) -> None:
         """Show the ``needed`` among units that are ``used`` together; hide the least recent ones.
@@ -430,88 +405,44 @@ class ShownMasters:
 
         All ranks agree on that, on what was changed, and that ``new`` ones come.
         """
-        held = [] if must else [unit for unit in units if unit.are_masters_held]
+        flags = {
+            unit: [
+                not must and unit.are_masters_held,
+                *(flat.are_masters_changed for flat in unit.shown_masters),
+            ]
+            for unit in units
+        }
         together = [unit for unit in units if unit.needs_ranks]
-        of_ranks = [(unit, flat) for unit in together for flat in unit.shown_masters]
-        flags = [unit in held for unit in together]
-        flags += [unit not in held and flat.are_masters_changed for unit, flat in of_ranks]
         if together or any(unit.needs_ranks for unit in new):
+            own = bytes(flag for unit in together for flag in flags[unit])
             what = ", ".join(unit.label for unit in new or units)
-            agreed = self._comm.control.call(SyncPoint.TOUCH, bytes(flags), about=what).wait()
-            flags = list(map(bool, agreed))
-            held += [unit for unit, flag in zip(together, flags, strict=False) if flag]
-        units = [unit for unit in units if unit not in held]
-        shown = [flat for unit in units for flat in unit.shown_masters]
-        pairs = zip(of_ranks, flags[len(together) :], strict=True)
-        changed = [flat for (unit, flat), flag in pairs if flag and unit not in held]
-        if changed:
+            agreed = iter(self._comm.control.call(SyncPoint.TOUCH, own, about=what).wait())
+            for unit in together:
+                flags[unit] = [next(agreed) > 0 for _ in flags[unit]]
+        hidden = [unit for unit in units if not flags[unit][0]]
+        changed = [
+            (unit, flat)
+            for unit in hidden
+            for flat, flag in zip(unit.shown_masters, flags[unit][1:], strict=True)
+            if flag
+        ]
+        if of_ranks := [flat for unit, flat in changed if unit.needs_ranks]:
             with self._comm.write_access(SyncPoint.EDIT):
-                for flat in changed:
+                for flat in of_ranks:
                     flat.store_masters()
-        for flat in shown:
-            if not any(flat is one for _, one in of_ranks) and flat.are_masters_changed:
-                # No peer reads them between steps.
-                self._comm.note_change()
+        if alone := [flat for unit, flat in changed if not unit.needs_ranks]:
+            # No peer reads them between steps.
+            self._comm.note_change()
+            for flat in alone:
                 flat.store_masters()
-        for unit in units:
-            unit.hide_masters(changed)
+        for unit in hidden:
+            unit.hide_masters(of_ranks)
             self._touched.remove(unit)
             if not self.is_within_step():
                 unit.reshard()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
         """Hide what code has touched, without its changes, after an exception."""
         touched, self._touched = self._touched, []
         for unit in touched:
             unit.hide_masters()
-
-    @contextlib.contextmanager
-    def gathered(self, units: Sequence[Weights], *, modify: bool) -> Iterator[None]:
-        """Enter a context in which the masters of ``units`` are shown; a collective.
-
-        Raises:
-            RuntimeError: As for :meth:`ShardedModel.gathered`.
-        """
-        wanted = [weights for weights in units if not weights.is_gathered]
-        if modify and len(wanted) < len(units):
-            raise RuntimeError(
-                "gathered(modify=True) was entered within another `gathered` of the same weights."
-                " Pass `modify=True` to the outer one."
-            )
-        before = [weights for weights in wanted if weights.shows is Shows.WEIGHTS]
-        for weights in wanted:
-            weights.show_masters(as_gathered=True)
-        access = self._comm.write_access(SyncPoint.EDIT) if modify else contextlib.nullcontext()
-        try:
-            with access:
-                try:
-                    yield
-                finally:
-                    for weights in wanted if modify else ():
-                        weights.store_gathered()
-            changed = [name for weights in wanted for name in weights.changed]
-        finally:
-            self._end_gathered(wanted, before)
-        if not modify:
-            self._refuse(changed)
-
-    def _end_gathered(self, wanted: Sequence[Weights], before: Sequence[Weights]) -> None:
-        """Show what was shown ``before``, or what is now: a step may have begun or ended within."""
-        is_within_step = self.is_within_step()
-        for weights in wanted:
-            weights.hide_masters()
-            if is_within_step and weights in before:
-                weights.show()
-            elif not is_within_step:
-                weights.reshard()
-
-    @runs_outside
-    def _refuse(self, changed: list[str]) -> None:
-        """Raise on all ranks if any rank changed weights that were gathered for reading."""
-        (any_changed,) = self._comm.control.call(SyncPoint.EDIT, bytes([bool(changed)])).wait()
-        if any_changed:
-            what = f"Parameter {changed[0]!r}" if changed else "A parameter on another rank"
-            raise RuntimeError(
-                f"{what} was changed within `gathered(...)`, which is for reading only. Use"
-                " `gathered(..., modify=True)`, which keeps rank 0's changes on all ranks."
-            )

@@ -115,20 +115,6 @@ class Noting(nn.Module):
         return hidden * hidden
 
 
-def test_activations_leave_the_device() -> None:
-    for is_away in (False, True):
-        with beside_the_host(followed=False):
-            blocks = nn.Sequential(Noting(), Noting())
-            engine = Engine(blocks, Settings(units=[Noting]))
-            offload = offloading(engine, is_on=is_away)
-            output = blocks(torch.randn(ROWS, WIDTH))
-            gc.collect()
-            assert [block.alive[0]() is None for block in blocks] == [is_away] * 2
-            output.sum().backward()
-            offload.remove()
-            engine.close()
-
-
 def test_what_is_fetched_and_dropped_is_written_before_it_is_freed() -> None:
     with beside_the_host():
         blocks = nn.Sequential(*[Noting() for _ in range(3)])

@@ -103,7 +103,7 @@ def between_steps() -> None:
             for parameter in engine.module.parameters():
                 change(parameter)
                 assert 0 < engine.sharded.memory()["gathered"] <= sum(largest[-2:])
-                assert engine.sharded.shown.num_touched <= 2
+                assert len(engine.sharded.shown._touched) <= 2
         square(engine.module, rows(0)).backward()
         assert engine.sharded.memory()["gathered"] == 0
     engine.close()
@@ -225,7 +225,7 @@ def _break(engine: Engine, x: Tensor, where: str, *, in_step: bool) -> None:
     """A step that an exception ends, which the user catches."""
     model = engine.module
     model.broken = where
-    order, finish = engine._backward._order, engine._backward._order.finish
+    order, finish = engine._step.backward._order, engine._step.backward._order.finish
     if where == "end":
         order.finish = lambda: 1 / 0
 

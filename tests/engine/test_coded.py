@@ -1,4 +1,4 @@
-"""Weights and gradients that travel in 8 bits."""
+"""Weights and gradients that travel in 8 bits, and gradients in 16."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from torch import Tensor
 
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.plan import RECIPES, Offload, Settings
-from tests.oracle.checkpoints import told
+from lightning_zero.plan import RECIPES
 from tests.oracle.models import MODELS
-from tests.oracle.parity import share
+from tests.oracle.parity import distance_in_ulps, require_same, share
+from tests.oracle.projects import Trace
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, cast_inputs, sgd, shard, surroundings, whole
+from tests.oracle.sharded import (
+    CPU,
+    cast_inputs,
+    sgd,
+    shard,
+    surroundings,
+    train,
+    whole,
+)
 
 Way = tuple[int, str, int | None, dict[str, Any]]
 CODED = {"gather_bits": 8, "reduce_bits": 8}
@@ -161,23 +169,17 @@ def test_what_is_not_edited_keeps_its_digits(ranks: Pools) -> None:
         assert value.view(-1)[0] == pytest.approx(6.25, rel=0.01)
 
 
-def _refused() -> list[str]:
-    model = CASE.build()
-    return [
-        told(Engine, model, Settings(stage=2, gather_bits=8)),
-        told(Engine, model, Settings(reduce_bits=8), Communicator(CPU)),
-    ]
+def _in_16_bits() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        plain = train("tied", sgd)
+        first, second = (train("tied", sgd, stage=stage, reduce_dtype=dtype) for stage in (1, 3))
+        # Norms are sums over pieces, and keep their bits only where pieces are the same.
+        traces = (Trace(trace.params, losses=trace.losses) for trace in (second, first))
+        require_same(*traces)
+        for name, value in first.params.items():
+            assert distance_in_ulps(value, plain.params[name], dtype) <= 2
+        assert not all(map(torch.equal, first.params.values(), plain.params.values()))
 
 
-def test_what_cannot_be_coded_is_refused(ranks: Pools) -> None:
-    for replicated, windows in ranks(2).run(_refused):
-        assert "gather_bits=8 has no effect: at stage=2 without mixed" in replicated
-        assert "Use Communicator(reads_peers=False)" in windows
-    for name, value in (("gather_bits", 4), ("reduce_bits", True)):
-        with pytest.raises(ValueError, match=f"Expected {name} to be 8"):
-            Settings(**{name: value})
-    away = Settings(stage=3, gather_bits=8, offload=Offload("cpu", "cpu"))
-    with pytest.raises(ValueError, match="keeps them on an accelerator's host"):
-        away.plan(torch.float32)
-    with pytest.raises(ValueError, match="contradicts"):
-        Settings(reduce_bits=8, reduce_dtype=torch.bfloat16)
+def test_gradients_that_are_reduced_in_16_bits(ranks: Pools) -> None:
+    ranks(3).run(_in_16_bits)

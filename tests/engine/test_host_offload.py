@@ -18,7 +18,7 @@ import lightning_zero
 from lightning_zero.comm import sum_of
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import clip
-from lightning_zero.plan import RECIPES, Offload, Settings
+from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import HostCopies
 from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
@@ -109,42 +109,6 @@ def crossed(stage: int, medium: str, folder: str) -> None:
 def test_what_crosses_is_the_formulas(ranks: Pools, tmp_path: Any) -> None:
     for stage, medium in ((2, "cpu"), (3, "cpu"), (3, "nvme")):
         ranks(2).run(crossed, stage, medium, str(tmp_path))
-
-
-def states_alone() -> None:
-    """What a step has changed goes up once, behind it."""
-    with beside_the_host() as memories:
-        engine, optimizer = adopted(
-            CASE.build(), momentum, recipe=RECIPES["bf16-mixed"], offload=Offload("cpu")
-        )
-        for step in range(3):
-            memories.crossed.clear()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = CASE.loss(engine.module, CASE.batch(4, step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            engine.comm.host_copies.wait_until_read()
-        flats, held = engine.sharded.flats, engine.sharded.memory()
-        shards = sum(f.layout.shard_numel * 4 for f in flats)
-        assert memories.crossed == {"up": shards, "down": shards}
-        of_weights = [f.layout.shard_numel * f.plan.weight.dtype.itemsize for f in flats]
-        assert (held["weights"], held["host master"]) == (sum(of_weights), shards)
-        assert held["master"] == held["states"] == held["gradients"] == held["gathered"] == 0
-        engine.close()
-
-
-def test_states_alone_move_what_a_step_has_changed(ranks: Pools) -> None:
-    ranks(2).run(states_alone)
-
-
-def test_nothing_moves_from_the_host_to_its_memory() -> None:
-    for offload in (Offload("cpu", "cpu"), Offload("cpu")):
-        settings = Settings(stage=3 if offload.weights else 2, offload=offload)
-        sharded = Engine(nn.Linear(2, 2), settings).sharded
-        assert sharded.settings.offload is None
-        assert sharded.moves_nothing
-    assert not Engine(nn.Linear(2, 2), Settings()).sharded.moves_nothing
 
 
 # ---------------------------------------------------------------------------- late, and abandoned

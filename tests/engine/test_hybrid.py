@@ -1,4 +1,4 @@
-"""Hybrid sharding: what each axis sends, and gradients of several microbatches."""
+"""Hybrid sharding: gradients of several microbatches."""
 
 from __future__ import annotations
 
@@ -10,36 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm import Communicator
-from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, adopted
-
-
-def _sent(policy: str, accumulate: int) -> dict[str, int]:
-    """Elements that a rank sends in a step at stage 2, by verb."""
-    case, comm = MODELS["nested"], Communicator(CPU, num_shards=2)
-    engine, optimizer = adopted(case.build(), stage=2, accumulate=policy, comm=comm)
-    for seed in range(2):
-        for micro in range(accumulate):
-            with engine.no_sync() if micro < accumulate - 1 else contextlib.nullcontext():
-                case.loss(engine.module, case.batch(4, seed)).backward()
-        optimizer.step()
-    sent: dict[str, int] = {}
-    for (_, verb), of_unit in engine.comm.traffic.items():
-        sent[verb] = sent.get(verb, 0) + of_unit.elements
-    sent["numel"] = sum(flat.layout.numel for flat in engine.sharded.flats)
-    engine.close()
-    return sent
-
-
-def test_each_axis_sends_the_formula(ranks: Pools) -> None:
-    for policy, accumulate, times in (("reduce", 3, 3), ("local", 3, 1)):
-        for sent in ranks(4).run(_sent, policy, accumulate):
-            assert sent["gather"] == sent["numel"] // 2
-            assert sent["reduce"] == times * sent["numel"] // 2
-            assert (
-                sent["replicate gather"] == sent["replicate reduce"] == times * sent["numel"] // 4
-            )
 
 
 class _Branches(nn.Module):

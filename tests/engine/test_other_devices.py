@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.optimizer import hooks, kept_states
 from lightning_zero.parameters import put_values
 from lightning_zero.tensors import internals, properties
 from tests.oracle.models import MODELS
@@ -76,29 +75,3 @@ def test_gradient_hooks_stay() -> None:
     put_values(on_meta, torch.full((2, 2), 5.0))
     assert on_meta.tolist() == [[5.0, 5.0], [5.0, 5.0]]
     assert (on_meta.requires_grad, on_meta.note) == (False, "kept")
-
-
-def test_states_of_an_earlier_run_go_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that ends moves them to the host, as DDP does; the meta device is the other one."""
-    case, given = MODELS["nested"], hooks.bring_to_rest
-    model = case.build()
-    optimizer = adamw(model)
-
-    def bring(optimizer: Any, pieces: Any, stepper: Any) -> None:
-        with monkeypatch.context() as on_device:
-            on_device.setattr(type(stepper), "stepped_as", lambda _, piece: piece.to("meta"))
-            given(optimizer, pieces, stepper)
-
-    monkeypatch.setattr(hooks, "bring_to_rest", bring)
-    engine = shard(model)
-    engine.adopt(optimizer)
-    case.loss(model, case.batch(4, 0)).backward()
-    optimizer.step()
-    engine.close()
-    engine = shard(model)
-    engine.adopt(optimizer)
-    devices = {
-        key: value.device.type for _, s in kept_states([optimizer]) for key, value in s.items()
-    }
-    assert devices == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
-    engine.close()

@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 import lightning_zero
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.engine.gradients import Gradients
+from lightning_zero.engine.schedule import Need, Schedule
+from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.weights import Residency, Weights
 from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pools
@@ -61,8 +62,8 @@ def _noted(events: list[str]) -> Iterator[None]:
     verbs = {
         (Weights, "unshard"): "gather",
         (Weights, "wait"): "wait",
-        (Gradients, "reduce"): "reduce",
-        (Gradients, "finish"): "finish",
+        (Unit, "reduce"): "reduce",
+        (Unit, "finish"): "finish",
     }
     originals = {(part, name): getattr(part, name) for part, name in verbs}
 
@@ -328,3 +329,32 @@ def test_a_profile_may_stop_while_messages_are_under_way(ranks: Pools) -> None:
         for names in profiles:
             assert "zero.unshard blocks.0" in names
             assert not {name for name in names if name.startswith(("gloo:", "c10d::"))}
+
+
+# -- what is predicted from the last step --------------------------------------------------------
+
+
+def follow(schedule: Schedule, *units: int) -> list[list[int]]:
+    """Record a step; the two units predicted before it and after each need."""
+    schedule.begin()
+    seen = [schedule.ahead(2)]
+    for unit in units:
+        schedule.record(Need(unit, is_backward=False))
+        seen.append(schedule.ahead(2))
+    return [[need.unit for need in ahead] for ahead in seen]
+
+
+def test_the_last_step_predicts_this_one() -> None:
+    schedule = Schedule()
+    assert follow(schedule, 0, 1, 0, 2) == [[]] * 5
+    assert follow(schedule, 0, 1, 0, 2) == [[0, 1], [1, 0], [0, 2], [2], []]
+    follow(schedule)  # a step without needs keeps the record
+    assert follow(schedule, 0, 1, 0, 2)[0] == [0, 1]
+
+
+def test_a_detour_finds_back() -> None:
+    schedule = Schedule()
+    follow(schedule, 0, 1, 2, 3)
+    # Unit 9 is news: the place is kept; unit 2 is a jump ahead.
+    assert follow(schedule, 0, 9, 2, 3) == [[0, 1], [1, 2], [1, 2], [3], []]
+    assert follow(schedule, 0, 9, 2, 3) == [[0, 9], [9, 2], [2, 3], [3], []]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm import Communicator, PendingSync
+from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine, rank_check
 from lightning_zero.engine import engine as engine_module
 from lightning_zero.plan import Settings
@@ -218,35 +217,6 @@ def test_what_one_rank_alone_changes_is_named(ranks: Pools) -> None:
         assert "ranks 0, 1 of 2 failed" in found
         assert found.count("RuntimeError: ") == found.count(text) > 0, found
         ranks(2).run(change, *how, "all")
-
-
-def messages() -> list[int]:
-    """How often equal ranks compare themselves when they set up, adopt, and train."""
-    seen: list[str] = []
-    begin = PendingSync.__init__
-
-    @functools.wraps(begin)
-    def noting(self: Any, control: Any, sync_point: Any, *args: Any) -> None:
-        seen.append(sync_point.name)
-        begin(self, control, sync_point, *args)
-
-    PendingSync.__init__ = noting  # type: ignore[method-assign]
-    try:
-        sharded = Engine(model := Model(), Settings())
-        counts = [seen.count("COMPARE")]
-        sharded.adopt(optimizer := sgd(model))
-        counts.append(seen.count("COMPARE"))
-        for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-        sharded.close()
-    finally:
-        PendingSync.__init__ = begin  # type: ignore[method-assign]
-    return [*counts, seen.count("COMPARE")]
-
-
-def test_equal_ranks_cost_one_message_and_nothing_in_a_step(ranks: Pools) -> None:
-    assert ranks(2).run(messages) == [[1, 2, 2]] * 2
 
 
 # -- the Trainer -----------------------------------------------------------------------------------

@@ -10,17 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine import Engine
-from lightning_zero.optimizer import kept_states, unit_step
+from lightning_zero.optimizer import unit_step
 from lightning_zero.optimizer.unit_step import round_by_chance
-from lightning_zero.parameters import Piece
-from lightning_zero.plan import Offload, Settings
-from tests.oracle.checkpoints import told
-from tests.oracle.models import MODELS
 from tests.oracle.own_optimizers import GroupCounting
 from tests.oracle.parity import require_same
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import adopted, replicate, shard, train
+from tests.oracle.sharded import replicate, shard, train
 
 BF16 = torch.bfloat16
 
@@ -150,50 +145,3 @@ def test_small_steps_are_not_lost(ranks: Pools) -> None:
     assert ranks(2).run(moved, 50) == [1.0, 1.0]
     for mean in ranks(2).run(moved, 50, stochastic_rounding=True):
         assert mean == pytest.approx(0.99, abs=5e-4)
-
-
-def bytes_at_rest() -> list[dict[str, int]]:
-    found = []
-    for how in ({}, {"stochastic_rounding": True}):
-        model = MODELS["transformer"].build(dtype=BF16)
-        engine, optimizer = adopted(model, adamw, **how)
-        batch = MODELS["transformer"].batch(4, 0)
-        MODELS["transformer"].loss(model, batch).backward()
-        optimizer.step()
-        assert all(isinstance(key, Piece) for key, _ in kept_states([optimizer]))
-        held = engine.sharded.memory()
-        found.append({kind: held[kind] for kind in ("weights", "gradients", "master", "states")})
-        engine.close()
-    return found
-
-
-def test_nothing_more_rests(ranks: Pools) -> None:
-    for plain, own in ranks(2).run(bytes_at_rest):
-        assert own == plain
-        assert own["states"] > 0
-
-
-def refusals() -> dict[str, str]:
-    half = MODELS["transformer"].build(dtype=BF16)
-    found = {
-        "fp32": told(shard, MODELS["transformer"].build(), stochastic_rounding=True),
-        "fp16": told(
-            shard, MODELS["transformer"].build(dtype=torch.float16), stochastic_rounding=True
-        ),
-        "offload": told(
-            Settings, stage=3, stochastic_rounding=True, offload=Offload("nvme", "nvme")
-        ),
-    }
-    engine = Engine(half, Settings(stochastic_rounding=True))
-    found["Adafactor"] = told(engine.adopt, torch.optim.Adafactor(half.parameters()))
-    engine.close()
-    return found
-
-
-def test_what_has_no_meaning_is_refused(ranks: Pools) -> None:
-    [found] = ranks(1).run(refusals)
-    for precision in ("fp32", "fp16"):
-        assert "no parameter rests in bf16. Use precision='bf16-true'" in found[precision]
-    assert "offload steps parameters where they rest. Remove one of them" in found["offload"]
-    assert "Adafactor mixes the elements of a parameter" in found["Adafactor"]
-    assert "and stochastic_rounding" in found["Adafactor"]

@@ -14,7 +14,6 @@ from lightning_zero.comm import StepTimes
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import staging
 from lightning_zero.plan import Offload
-from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
 from tests.oracle.sharded import shard
 
@@ -68,13 +67,3 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert ledger.total_times == others[0].plus(others[1])
     total, text = ledger.total_times, ledger.total_times.describe()
     assert f"{total.waiting / total.seconds:.0%} waiting for files" in text
-
-
-def test_steps_on_a_host_take_time_and_no_files() -> None:
-    assert run(2)[1] == [StepTimes()] * 2  # without offload there are none
-    assert StepTimes().describe().startswith("0% of the time was spent")
-    with beside_the_host():
-        _, (_, times), _ = run(2, offload=Offload.of_stage(3, "cpu"))
-    assert 0 < times.stepping < times.seconds
-    assert not any((times.waiting, times.reading, times.writing, times.bytes_read))
-    assert "files" not in times.describe()

@@ -313,17 +313,34 @@ def none_on_one() -> None:
     make_trainer(3).fit(NoneOnOne(), rows())
 
 
+class EditsAndFails(Regression):
+    """Changes weights on one rank, which other ranks would have to hear of, and fails there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if (self.global_rank, batch_idx) == (1, 1):
+            with torch.no_grad():
+                self.head.weight.mul_(0.5)
+            raise ArithmeticError("its own")
+        return super().training_step(batch, batch_idx)
+
+
+def edits_and_fails() -> None:
+    make_trainer(3).fit(EditsAndFails(), rows())
+
+
 def test_what_ranks_alone_do_in_a_trainer_or_in_backward_is_named() -> None:
     """Rank 0 is in its second epoch, or through, while rank 1 goes on with the first."""
-    *lengths, no_loss, at_stage_1 = errors_of(
+    *lengths, no_loss, edits, at_stage_1 = errors_of(
         (sized_apart, "training", "windows"),
         (sized_apart, "validation", "point to point"),
         (none_on_one,),
+        (edits_and_fails,),
         # Rank 1 goes on to weights that rank 0, in its backward pass, does not send.
         (alone, "point to point", 1, no_backward),
     )
     for found in (*lengths, at_stage_1):
         assert "The ranks have diverged" in found, found
     assert re.search(r"Rank 1 failed in step 1 at .*: Skipping the", no_loss), no_loss
+    assert re.search(r"Rank 1 failed in step 1 at .*: its own", edits), edits
     assert at_stage_1.count("The ranks have diverged") >= 2
     assert "rank 0 waits in step 2 for the start of a backward pass" in at_stage_1

@@ -104,7 +104,7 @@ PLACES = {
     "the start of a backward": Place(f"{_ENGINE}.backward:ReductionOrder.begin", 2, False),
     "the order of the first": Place(f"{_COMM}.control:Control.broadcast_object", 1, False),
     "a reduction": Place("lightning_zero.parameters.gradients:FlatGradients.reduce", 7, False),
-    "the end of a reduction": Place(f"{_ENGINE}.gradients:Gradients.finish", 7, False),
+    "the end of a reduction": Place(f"{_ENGINE}.unit:Unit.finish", 7, False),
     "the end of a backward": Place(f"{_ENGINE}.backward:ReductionOrder.finish", 2, False),
     "a sync point": Place(f"{_COMM}.control:PendingSync.__init__", 6, False),
     "the wait at a sync point": Place(f"{_COMM}.control:PendingSync.wait", 6, False),
