@@ -22,7 +22,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Call, Events, Unit, on_grads, too_late, weakly
 from lightning_zero.engine.weights import Residency
 from lightning_zero.tensors import internals, outside, runs_outside
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.step import Step
 
 
 class ReductionOrder:
@@ -159,6 +156,22 @@ class Phase(Enum):
     """Autograd is running."""
 
 
+class Phases(Protocol):
+    """What a backward pass tells and asks the step that it belongs to, a ``Step``."""
+
+    phase: Phase
+    is_closed: bool
+
+    def begin_backward(self) -> None:
+        """Note that autograd has started."""
+
+    def end_backward(self) -> bool:
+        """Note that autograd has ended; return whether the step ends with it."""
+
+    def close(self) -> None:
+        """End the step, if one is under way that no graph needs any more."""
+
+
 class Backward:
     """Handles the events of backward passes: unshards, reduces and reshards.
 
@@ -167,7 +180,7 @@ class Backward:
         syncs: Whether this microbatch's gradients are to be sent: ``False`` within ``no_sync``.
     """
 
-    def __init__(self, sharded: ShardedModel, step: Step, prefetcher: Prefetcher) -> None:
+    def __init__(self, sharded: ShardedModel, step: Phases, prefetcher: Prefetcher) -> None:
         self._sharded = sharded
         self._units = sharded.units
         self._step = step
