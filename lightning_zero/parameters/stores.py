@@ -9,7 +9,6 @@ reduced gradients down; its callers see no difference.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import torch
@@ -19,10 +18,8 @@ from typing_extensions import override
 from lightning_zero.comm import Cargo, Codec, Communicator, Extent, Pending, Shards, weights_of
 from lightning_zero.plan import Layout, Medium, Plan
 from lightning_zero.tensors import (
-    CHUNK_BYTES,
     LARGE_BYTES,
     Scratch,
-    UploadPart,
     Work,
     ask_for_large_pages,
     internals,
@@ -193,10 +190,8 @@ class Store:
         transport.ledger.note(unit, "gather", sent, out.element_size())
         if size > 1:
             transport.log.events.append(weights_of(unit))
-        parts = itertools.chain.from_iterable(
-            _parts(shard, part, part) for shard, part in zip(shards, out.chunk(size), strict=True)
-        )
-        return self.comm.host_copies.up_in_parts(_reading(unit), parts, Pending)
+        pairs = zip(out.chunk(size), shards, strict=True)
+        return self.comm.host_copies.up_in_parts(_reading(unit), pairs, Pending)
 
     def as_weights(self, masters: Tensor) -> Tensor:
         """Return what whole weights show, before a cast, of ``masters``: one or more shards."""
@@ -331,15 +326,9 @@ class HostStore(Store):
     def _gather_cast(self, out: Tensor, *, unit: str, tag: int) -> Work:
         own, gather = self._own(out, unit, tag)
         self.comm.transport.ledger.note(unit, "up", own.numel(), own.element_size())
-        copies, kept, as_of = self.comm.host_copies, self._kept_weights(), self.comm.num_changes
-        if self._as_of == as_of:
-            return copies.up(own, kept, gather)
-
-        def note_and_gather() -> Work:
-            self._as_of = as_of
-            return gather()
-
-        return copies.up_in_parts(_reading(unit), _parts(self.master, own, kept), note_and_gather)
+        if self._as_of != self.comm.num_changes:
+            self.cast(unit)
+        return self.comm.host_copies.up(own, self._kept_weights(), gather)
 
     def _gather_from_device(self, out: Tensor, *, unit: str, tag: int) -> Work:
         self._bring_up(unit)
@@ -364,7 +353,7 @@ class HostStore(Store):
             ledger.note(unit, "up", master.numel(), master.element_size())
             return copies.up(out, master, then)
         ledger.note(unit, "up", out.numel(), out.element_size())
-        return copies.up_in_parts(_reading(unit), _parts(master, out, None), then)
+        return copies.up_in_parts(_reading(unit), [(out, master)], then)
 
     def _kept_weights(self) -> Tensor:
         if self._weights is None:
@@ -420,21 +409,6 @@ class HostStore(Store):
 
 def _reading(unit: str) -> str:
     return f"Reading the weights of {unit}"
-
-
-def _parts(master: Tensor, out: Tensor, source: Tensor | None) -> Iterator[UploadPart]:
-    """Yield the parts in which ``master`` is cast to ``source``, and that copied to ``out``."""
-    at_once = CHUNK_BYTES // master.element_size()
-    with lasting_tensors():
-        masters, outs = (torch.split(one, at_once) for one in (master, out))
-        sources = [None] * len(outs) if source is None else torch.split(source, at_once)
-    for one, its_out, its_source in zip(masters, outs, sources, strict=True):
-        if len(its_out):
-            yield UploadPart(its_out, functools.partial(_read, one), its_source)
-
-
-def _read(master: Tensor, out: Tensor) -> None:
-    out.copy_(master)
 
 
 def store_for(

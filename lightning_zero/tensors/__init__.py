@@ -50,7 +50,6 @@ from lightning_zero.tensors.transfers import (
     Landing,
     StagingMemory,
     Threads,
-    UploadPart,
     Wait,
     Work,
     in_pages,

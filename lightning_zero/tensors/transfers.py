@@ -160,27 +160,19 @@ class StagingMemory(Buffer):
 RING_BYTES = NUM_BUFFERS * CHUNK_BYTES
 
 
-class UploadPart(NamedTuple):
-    """A part of an upload.
-
-    Attributes:
-        out: Where it goes on the device, at most :data:`CHUNK_BYTES`.
-        fill: Fills host memory of the same size and dtype, in a thread.
-        source: That memory, pinned; by default a buffer. ``out`` itself is only filled.
-    """
-
-    out: Tensor
-    fill: Callable[[Tensor], object]
-    source: Tensor | None = None
-
-
-class _Filling(NamedTuple):
-    """A part that a thread fills."""
+class _Part(NamedTuple):
+    """A part of an upload, of at most :data:`CHUNK_BYTES`: where it goes, and whence."""
 
     out: Tensor
     source: Tensor
+
+
+class _Filling(NamedTuple):
+    """Memory that a thread fills for a part, in a buffer of the ring."""
+
+    out: Tensor
+    memory: Tensor
     buffer: Buffer
-    is_of_ring: bool
 
 
 class Uploads:
@@ -204,13 +196,25 @@ class Uploads:
         self.nbytes = 0
         self._waiting: deque[Upload] = deque()
 
-    def start(self, what: str, parts: Iterable[UploadPart], then: Callable[[], Work]) -> Upload:
-        """Start to fill ``parts``, to be sent when the upload is waited for, ``then`` behind them.
+    def start(
+        self, what: str, pairs: Iterable[tuple[Tensor, Tensor]], then: Callable[[], Work]
+    ) -> Upload:
+        """Start to read what goes up, to be sent when the upload is waited for, ``then`` behind it.
 
-        They are sent behind the work that is queued on the device now, and none that is queued
-        later. ``what`` is named in errors.
+        It is sent behind the work that is queued on the device now, and none that is queued later.
+
+        Args:
+            what: What it does, for errors.
+            pairs: Where it goes, and whence: memory or mapped files. Threads cast it.
+            then: Starts what comes behind it.
         """
-        upload = Upload(self, what, deque(parts), then)
+        parts: deque[_Part] = deque()
+        with lasting_tensors():
+            for pair in pairs:
+                numel = CHUNK_BYTES // max(one.element_size() for one in pair)
+                split = zip(*(torch.split(one, numel) for one in pair), strict=True)
+                parts += [_Part(*part) for part in split if part[0].numel()]
+        upload = Upload(self, what, parts, then)
         self._waiting.append(upload)
         self._fill()
         return upload
@@ -218,19 +222,12 @@ class Uploads:
     def _fill(self) -> None:
         """Let the threads fill the next parts, as far as there are free buffers for them."""
         for upload in self._waiting:
-            while upload.parts:
-                out, fill, source = upload.parts[0]
-                is_of_ring = source is None
-                if source is not None:
-                    buffer = Buffer(source)
-                elif self._ring:
-                    buffer = self._ring.popleft()
-                    source = buffer.view(0, out.numel(), out.dtype)
-                else:
-                    return
-                upload.parts.popleft()
-                buffer.start(self._threads, [partial(fill, source)])
-                upload.filling.append(_Filling(out, source, buffer, is_of_ring))
+            while upload.parts and (self.stream is None or self._ring):
+                out, source = upload.parts.popleft()
+                buffer = Buffer(out) if self.stream is None else self._ring.popleft()
+                memory = out if self.stream is None else buffer.view(0, out.numel(), out.dtype)
+                buffer.start(self._threads, [partial(memory.copy_, source)])
+                upload.filling.append(_Filling(out, memory, buffer))
 
     @property
     def _ring(self) -> deque[Buffer]:
@@ -261,14 +258,12 @@ class Uploads:
             self.stream.wait_event(upload.begin)
         try:
             while upload.filling:
-                out, source, buffer, is_of_ring = upload.filling[0]
+                out, memory, buffer = upload.filling[0]
                 buffer.wait()
                 upload.filling.popleft()
-                if source.data_ptr() != out.data_ptr():
-                    out.copy_(source, non_blocking=True)
-                if is_of_ring:
-                    if self.stream is not None:
-                        buffer.ends = [self.stream.record_event().synchronize]
+                if self.stream is not None:
+                    out.copy_(memory, non_blocking=True)
+                    buffer.ends = [self.stream.record_event().synchronize]
                     self._ring.append(buffer)
                 self._fill()
             upload.work = upload.then()
@@ -281,10 +276,10 @@ class Uploads:
 
     def _drop(self) -> None:
         """Drop the first upload, and give back the buffers of parts that were not sent."""
-        for _, _, buffer, is_of_ring in self._waiting.popleft().filling:
+        for _, _, buffer in self._waiting.popleft().filling:
             with contextlib.suppress(Exception):  # the upload's, which is raised
                 buffer.wait()
-            if is_of_ring:
+            if self.stream is not None:
                 self._ring.append(buffer)
 
     def abandon(self) -> None:
@@ -314,7 +309,7 @@ class Upload:
     """
 
     def __init__(
-        self, uploads: Uploads, what: str, parts: deque[UploadPart], then: Callable[[], Work]
+        self, uploads: Uploads, what: str, parts: deque[_Part], then: Callable[[], Work]
     ) -> None:
         self._uploads = uploads
         self.what, self.parts, self.then = what, parts, then
@@ -510,10 +505,12 @@ class HostCopies:
         if self._up is not None:
             self._up.synchronize()
 
-    def up_in_parts(self, what: str, parts: Iterable[UploadPart], then: Callable[[], Work]) -> Work:
-        """Start to fill ``parts`` in threads; waiting for the work sends them, then ``then``.
+    def up_in_parts(
+        self, what: str, pairs: Iterable[tuple[Tensor, Tensor]], then: Callable[[], Work]
+    ) -> Work:
+        """Start to read what goes up, in threads; waiting for the work sends it, then ``then``.
 
-        ``what`` is named if it fails. See :class:`Uploads`.
+        See :meth:`Uploads.start`. Without streams it is read to where it goes.
         """
 
         def sent() -> Work:
@@ -521,7 +518,7 @@ class HostCopies:
                 self._up = self._up_stream.record_event()
             return then()
 
-        return self._uploads.start(what, parts, sent)
+        return self._uploads.start(what, pairs, sent)
 
     def down(
         self,
