@@ -116,7 +116,7 @@ def test_parts_come_through_a_small_ring_that_the_host_never_waits_for() -> None
 def test_an_upload_that_fails_gives_back_the_ring() -> None:
     with beside_the_host():
         copies, nothing = HostCopies(CPU), torch.empty(3, device="meta")
-        out = torch.zeros(3)
+        other, out = torch.zeros(3), torch.zeros(3)
         for _ in range(2 * NUM_BUFFERS):
             work = copies.up_in_parts("Reading net", [(out, nothing), (out, nothing)], Pending)
             for _ in range(2):
@@ -126,6 +126,6 @@ def test_an_upload_that_fails_gives_back_the_ring() -> None:
                     work.wait()
             started(copies, [out])
             copies.abandon()
-        started(copies, [torch.empty(3), out]).wait()
+        started(copies, [other, out]).wait()
         assert out.tolist() == [1.0] * 3
         copies.close()

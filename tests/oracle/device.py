@@ -437,11 +437,13 @@ class Device(TorchDispatchMode):
 
     # -- collectives -----------------------------------------------------------------------------
 
-    def meet(self, own: Callable[[Any], None], maximum: Any) -> None:
+    def meet(self, own: Callable[[Any], Iterator[Any]], sync: Any) -> Iterator[Any]:
         """Exchange the messages of a sync point, which are the host's."""
-        self.paint(maximum._message, "pageable")
+        self.paint(sync._message, "pageable")
         with _disable_current_modes():
-            own(maximum)
+            for work in own(sync):
+                work.wait()
+        return iter(())
 
     def collective(self, own: Callable[..., Any], out: Tensor, *rest: Any, **kwargs: Any) -> Any:
         """Do a collective at once, and follow it on the stream of its group."""
@@ -650,8 +652,9 @@ def _streams(device: Device) -> Iterator[Any]:
     own = torch.UntypedStorage.resize_
     resize = lambda storage, nbytes: device.resize(own, storage, nbytes)  # noqa: E731
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize)
-    meet = functools.partialmethod(lambda one, own: device.meet(own, one), control._Maximum.run)
-    yield mock.patch.object(control._Maximum, "run", meet)
+    own_hops = control.PendingSync._hops
+    meet = functools.partialmethod(lambda one: device.meet(own_hops, one))
+    yield mock.patch.object(control.PendingSync, "_hops", meet)
     for owner, names in (
         (transport, ("_all_gather", "_reduce_scatter")),
         (dist, ("all_reduce", "all_to_all_single")),
