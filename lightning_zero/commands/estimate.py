@@ -84,7 +84,7 @@ class _Asked(NamedTuple):
 
     def fits(self, one: Estimate, share: float = 1.0) -> bool:
         """Return whether an estimate is within the limits, on the device within a ``share``."""
-        is_within = self.device is None or one.device_peak <= share * self.device
+        is_within = self.device is None or one.peak.total <= share * self.device
         return is_within and (self.host is None or self.on_host(one) <= self.host)
 
     @property
@@ -167,13 +167,13 @@ def run_estimate(options: argparse.Namespace) -> int:
 
 def _advice(asked: _Asked, found: list[Estimate]) -> list[str]:
     """Return lines on what to train with: the first that fits, or else what would."""
-    least = min(found, key=lambda one: one.device_peak)
+    least = min(found, key=lambda one: one.peak.total)
     if asked.device is None and asked.host is None:
         return [f"{_named(least)} needs least: {_need(asked, least)}.", _to_write(asked, least)]
     fit = [one for one in found if asked.fits(one)]
     roomy = [one for one in fit if asked.fits(one, asked.room)]
     if fit:
-        one = roomy[0] if roomy else min(fit, key=lambda one: one.device_peak)
+        one = roomy[0] if roomy else min(fit, key=lambda one: one.peak.total)
         fits = " fits" if one.has_units and one.has_activations else ""
         return [f"{_named(one)}{fits}: {_need(asked, one)}.", _to_write(asked, one)]
     wide = f"{_named(least)} needs {_need(asked, least)}."
@@ -220,11 +220,11 @@ def _need(asked: _Asked, one: Estimate) -> str:
     missing += [] if one.has_activations else ["activations"]
     what, ranks = " and ".join(missing), one.world_size // asked.nodes(one.world_size)
     of = "" if asked.device is None else f" of {format_bytes(asked.device)}"
-    least = f"{'at least ' if what else ''}{format_bytes(one.device_peak)}{of} per rank"
+    least = f"{'at least ' if what else ''}{format_bytes(one.peak.total)}{of} per rank"
     parts = [f"{least}, before {what}" if what else least]
-    if not one.device_peak:
+    if not one.peak.total:
         parts = [f"only {what}"]
-    if one.leaves_device:
+    if one.offload is not None:
         of = "" if asked.host is None else f" of {format_bytes(asked.host)}"
         each = f" for {ranks} ranks" if ranks > 1 else ""
         parts = [f"device: {parts[0]}", f"host: {format_bytes(asked.on_host(one))}{of}{each}"]

@@ -5,18 +5,17 @@ which yields events (a unit's forward begins, a gradient arrives) with the bytes
 each; one walk over these events counts the whole weights and unreduced gradients that a rank holds
 in between; what rests, by the plan's arithmetic, completes them.
 
-=========== =======================================================================================
-dry_run     the events of the user's step
-live_bytes  bytes of all live tensors, and of what kernels keep besides
-states      optimizers on meta, and the bytes of their states
-walk        what rests, and the parts of a step with what a rank holds in each
-model       a model on meta with its optimizer and batch; ``estimate`` and its result
-report      formatted bytes, tables, ``memory.json`` and its plot
-summary     what a strategy prints when training begins, and when memory runs out
-=========== =======================================================================================
+======= ===========================================================================================
+dry_run the events of the user's step, and the bytes of all live tensors
+states  optimizers on meta, and the bytes of their states
+walk    what rests, and the parts of a step with what a rank holds in each
+model   a model on meta with its optimizer and batch; ``estimate`` and its result
+report  formatted bytes, tables, ``memory.json`` and its plot
+summary what a strategy prints when training begins, and when memory runs out
+======= ===========================================================================================
 """
 
-from lightning_zero.memory.live_bytes import LiveBytes
+from lightning_zero.memory.dry_run import LiveBytes
 from lightning_zero.memory.model import (
     OF_STAGE_3,
     Estimate,

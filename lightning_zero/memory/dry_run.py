@@ -11,35 +11,25 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
+import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves, tree_map
-from typing_extensions import override
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.engine import ActivationCheckpointing, ActivationOffload
-from lightning_zero.memory.live_bytes import LiveBytes
+from lightning_zero.engine import ActivationCheckpointing
 from lightning_zero.plan import Recipe, UnitSpec, cut_of, set_cut, stays_whole
-from lightning_zero.tensors import (
-    HostCopies,
-    Landing,
-    Storages,
-    Work,
-    internals,
-    pinned_bytes,
-    rewrapped,
-    tensors_in,
-)
+from lightning_zero.tensors import rewrapped, tensors_in
 
 Step = Callable[[nn.Module, Any], Tensor]
 
@@ -63,36 +53,29 @@ class Kind(Enum):
     """The backward pass has ended."""
 
 
-@dataclass(frozen=True)
-class Event:
-    """An event of a step: of a call of a unit, or of a parameter by its number in the module.
+class Event(NamedTuple):
+    """An event of a step: of a call of the unit of that name, or of the gradient of a parameter.
 
-    Attributes:
-        before: The most bytes of activations alive since the previous event, including the gradient
-            that has arrived.
-        now: Bytes of activations alive, without that gradient.
-        away: Bytes of activations kept in the memory of an accelerator's host.
+    ``most`` is the most bytes of activations since the previous event, ``now`` those at the event,
+    both with the gradient that has arrived.
     """
 
     kind: Kind
-    unit: str = ""
-    parameter: int = -1
-    before: int = 0
+    name: str = ""
+    most: int = 0
     now: int = 0
-    away: int = 0
 
 
-def in_order(specs: Sequence[UnitSpec], numbers: Mapping[int, int]) -> Iterator[Event]:
+def in_order(specs: Sequence[UnitSpec]) -> Iterator[Event]:
     """Yield the events of a step that runs the units in the order of registration.
 
     The root's gradients come first: they are then held longest, so no other order holds more.
-    ``numbers`` are the parameters' numbers in the module, by id.
     """
     *inner, root = specs
 
     def grads(spec: UnitSpec) -> Iterator[Event]:
-        named = (pair for flat in spec.flat_parameters for pair in flat.named)
-        yield from (Event(Kind.GRAD, parameter=numbers[id(p)]) for _, p in named if p.requires_grad)
+        for flat in spec.flat_parameters:
+            yield from (Event(Kind.GRAD, name) for name, p in flat.named if p.requires_grad)
 
     for spec in inner:
         yield Event(Kind.FORWARD, spec.name)
@@ -169,8 +152,8 @@ class Microbatch:
     Attributes:
         batch: One rank's batch, if there is one; only shapes and dtypes matter.
         step: Computes the loss; by default ``training_step``, or the sum of the module's outputs.
-        checkpointing: Whether every unit's activations are recomputed in backward.
-        offloading: Whether an accelerator's host keeps them until backward; not under DDP.
+        checkpointing: Whether activations of units, or those of modules of some classes, are
+            recomputed in backward.
         recipe: The dtypes of the precision; its autocast applies to the step.
         dtype: The dtype of the module, floating-point inputs and new tensors under ``*-true``.
         device: The device that tensors report, which decides the kernels.
@@ -178,8 +161,7 @@ class Microbatch:
 
     batch: Any
     step: Step | None
-    checkpointing: bool
-    offloading: bool
+    checkpointing: bool | Iterable[type[nn.Module]]
     recipe: Recipe
     dtype: torch.dtype | None
     device: torch.device
@@ -195,55 +177,25 @@ class Microbatch:
         in their own, as under DDP. Without a batch, units run in the order of registration.
         """
         if self.batch is None:
-            numbers = {id(p): number for number, p in enumerate(module.parameters())}
-            return list(in_order(specs, numbers))
+            return list(in_order(specs))
         dtypes = {
-            id(p): flat.plan.weight.dtype if is_cast else p.dtype
+            id(p): flat.plan.weight.dtype
             for spec in specs
             for flat in spec.flat_parameters
             for _, p in flat.named
         }
-        live = LiveBytes(as_on_cpu=self.device.type == "cpu")
-        log = _Log(live, _KeptOnHost(self.device))
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        dtype = self.dtype or torch.get_default_dtype()
-        with warnings.catch_warnings(), _default_dtype(dtype), mode:
-            warnings.simplefilter("ignore")
-            _fake_tensors(module, dtypes, self.device)
-            fake = functools.partial(_fake_of, float_dtype=self.dtype, device=self.device)
-            batch = tree_map(fake, self.batch)
-            live.ignore((*module.parameters(), *module.buffers()))
-            live.follow(tree_leaves(batch))
-            units = [spec for spec in specs if spec.name]
-            self._run(module, batch, units, log, offloads=self.offloading and is_cast)
-        return log.events
-
-    def _run(
-        self,
-        module: nn.Module,
-        batch: Any,
-        units: Sequence[UnitSpec],
-        log: _Log,
-        *,
-        offloads: bool,
-    ) -> None:
-        """Run forward and backward while ``log`` records the events."""
-        recompute = ActivationCheckpointing(u.module for u in units if self.checkpointing)
-        going = [unit.module for unit in units if offloads]
-        offload = ActivationOffload(going, module.parameters(), log.copies)
-        handles = [handle for unit in units for handle in log.listen(unit.name, unit.module)]
-        log.listen_to_grads(module)
-        module.train()
+        log, default = _Log(), torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype or default)
         try:
-            with log.live:
-                autocast = self.recipe.autocast
-                is_mixed = autocast is not None
-                with torch.autocast(self.device.type, autocast, is_mixed, cache_enabled=False):
-                    loss = (self.step or default_step)(module, batch)
-                if not isinstance(loss, Tensor) or loss.grad_fn is None:
-                    raise TypeError("the step returned no loss that requires a gradient.")
-                log.note(Kind.LOSS)
-                loss.backward()  # type: ignore[no-untyped-call]
+            with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+                warnings.simplefilter("ignore")
+                _fake_tensors(module, dtypes if is_cast else {}, self.device)
+                batch = tree_map_only(
+                    Tensor, lambda t: _fake_of(t, self.dtype_of(t), self.device), self.batch
+                )
+                log.live.ignore((*module.parameters(), *module.buffers()))
+                log.live.follow(tree_leaves(batch))
+                self._run(module, batch, [spec for spec in specs if spec.name], log)
         except Exception as error:
             raise ValueError(
                 f"{type(module).__name__} does not run on tensors without data, so its activations"
@@ -251,10 +203,24 @@ class Microbatch:
                 " or pass `step`, a function that returns the loss of a module and a batch."
             ) from error
         finally:
-            offload.remove()
-            recompute.remove()
-            for handle in handles:
-                handle.remove()
+            torch.set_default_dtype(default)
+        return log.events
+
+    def _run(self, module: nn.Module, batch: Any, units: Sequence[UnitSpec], log: _Log) -> None:
+        """Run forward and backward while ``log`` records the events."""
+        ActivationCheckpointing.chosen(self.checkpointing, module, [u.module for u in units])
+        for unit in units:
+            log.listen(unit.name, unit.module)
+        log.listen_to_grads(module)
+        module.train()
+        half = self.recipe.autocast
+        with log.live:
+            with torch.autocast(self.device.type, half, half is not None, cache_enabled=False):
+                loss = (self.step or default_step)(module, batch)
+            if not isinstance(loss, Tensor) or loss.grad_fn is None:
+                raise TypeError("the step returned no loss that requires a gradient.")
+            log.note(Kind.LOSS)
+            loss.backward()  # type: ignore[no-untyped-call]
         log.note(Kind.END)
 
 
@@ -262,7 +228,12 @@ def default_step(module: nn.Module, batch: Any) -> Tensor:
     """Run ``training_step``, else the module; return its loss, or the sum of all outputs."""
     training_step = getattr(module, "training_step", None)
     if training_step is not None:
-        output = training_step(*[batch, 0][: _num_positional(training_step)])
+        given = [batch, 0]
+        try:
+            inspect.signature(training_step).bind(*given)
+        except TypeError:
+            del given[1]  # it takes no index
+        output = training_step(*given)
     elif isinstance(batch, Mapping):
         output = module(**batch)
     else:
@@ -274,45 +245,34 @@ def default_step(module: nn.Module, batch: Any) -> Tensor:
     return sum((t.sum() for t in tensors_in(output) if t.requires_grad), torch.zeros(()))
 
 
-def _num_positional(function: Callable[..., Any]) -> int | None:
-    """Return how many positional arguments ``function`` takes; ``None`` means any number."""
-    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
-    return sum(
-        kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        for kind in kinds
-    )
-
-
 class _Log:
     """Recorder of the events of a step."""
 
-    def __init__(self, live: LiveBytes, copies: _KeptOnHost) -> None:
-        self.live, self.copies = live, copies
+    def __init__(self) -> None:
+        self.live = LiveBytes()
         self.events: list[Event] = []
 
-    def note(self, kind: Kind, unit: str = "", parameter: int = -1) -> None:
+    def note(self, kind: Kind, name: str = "") -> None:
         """Record an event."""
-        before, now = self.live.restart(), self.live.count()
-        self.events.append(Event(kind, unit, parameter, before, now, self.copies.held.nbytes))
+        self.events.append(Event(kind, name, self.live.restart(), self.live.count()))
 
-    def listen(self, name: str, unit: nn.Module) -> Iterator[Any]:
-        """Hook the unit's forward and, through its tensors, its backward; yield the handles."""
+    def listen(self, name: str, unit: nn.Module) -> None:
+        """Hook the unit's forward and, through its tensors, its backward."""
         begin = functools.partial(self._begin_forward, name)
-        yield unit.register_forward_pre_hook(begin, with_kwargs=True)
-        yield unit.register_forward_hook(lambda _, __, output: self._end_forward(name, output))
+        unit.register_forward_pre_hook(begin, with_kwargs=True)
+        unit.register_forward_hook(lambda _, __, output: self._end_forward(name, output))
 
     def listen_to_grads(self, module: nn.Module) -> None:
         """Record each parameter's gradient when it arrives, then drop it."""
-        for number, parameter in enumerate(module.parameters()):
+        for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                take = functools.partial(self._take_grad, number)
+                take = functools.partial(self._take_grad, name)
                 parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
-    def _take_grad(self, number: int, parameter: Tensor) -> None:
+    def _take_grad(self, name: str, parameter: Tensor) -> None:
+        self.note(Kind.GRAD, name)
         parameter.grad = None
-        self.note(Kind.GRAD, parameter=number)
+        self.live.restart()
 
     def _begin_forward(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.note(Kind.FORWARD, name)
@@ -329,32 +289,72 @@ class _Log:
             register_multi_grad_hook(outputs, lambda _: self.note(Kind.BACKWARD, name), mode="any")
 
 
-class _KeptOnHost(HostCopies):
-    """Copies of fake tensors to an accelerator's host, of which only the bytes are counted.
+_Held = dict[int, "weakref.ref[torch.UntypedStorage]"]
 
-    What copies to the host read is kept on the device as long as they would need it.
+
+class LiveBytes(TorchDispatchMode):
+    """A context that counts the storages that operations in it create, until they are freed.
+
+    Each has the size that it had at first. Fake tensors count like real ones, so a dry run and a
+    real run are measured the same way.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.device("meta"))
-        self.device, self.held = device, Storages()
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0  # the most bytes alive at once since the last restart
+        self._live: _Held = {}
+        self._ignored: _Held = {}
+        self._total = 0
 
-    @override
-    def can_copy(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) and tensor.device.type == self.device.type
+    def follow(self, tensors: Iterable[Any]) -> None:
+        """Count the storages of these tensors."""
+        for storage in _storages(tensors):
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._live and key not in self._ignored:
+                self._total += size
+                end = functools.partial(self._end, key, size)
+                self._live[key] = weakref.ref(storage, end)
 
-    @override
-    def storage_down(self, tensor: Tensor, group: object) -> tuple[Tensor, Landing]:
-        with internals.without_modes():
-            nbytes = pinned_bytes(tensor.untyped_storage().nbytes(), self.device)
-            memory = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        self.held.add(memory)
-        self._keep(group, landing := Landing(None), tensor.detach())
-        return memory, landing
+    def ignore(self, tensors: Iterable[Any]) -> None:
+        """Leave the storages of these tensors out of the count."""
+        for storage in _storages(tensors):
+            forget = functools.partial(self._ignored.pop, storage._cdata)
+            self._ignored[storage._cdata] = weakref.ref(storage, forget)
 
-    @override
-    def up(self, out: Tensor, source: Tensor, then: Callable[[], Work], *_: Any) -> Work:
-        return then()
+    def count(self) -> int:
+        """Return the bytes alive now."""
+        return self._total
+
+    def restart(self) -> int:
+        """Reset the peak to the bytes alive now; return the old peak."""
+        before, self.peak = self.peak, self.count()
+        return before
+
+    def _end(self, key: int, size: int, _: Any) -> None:
+        # As soon as a storage is gone, another may have its address.
+        del self._live[key]
+        self._total -= size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            out = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            # A number read from a tensor without data (`.item()`, `if x.any()`) is taken as zero.
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        self.follow(tree_leaves(out))
+        self.peak = max(self.peak, self.count())
+        return out
+
+
+def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
+    for value in values:
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            yield value.untyped_storage()
 
 
 def _fake_tensors(
@@ -366,41 +366,19 @@ def _fake_tensors(
         for name, parameter in child._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    fake = _fake_of(parameter, dtype=dtypes[id(parameter)], device=device)
+                    fake = _fake_of(parameter, dtypes.get(id(parameter), parameter.dtype), device)
                     made[id(parameter)] = Parameter(fake, parameter.requires_grad)
                 child._parameters[name] = made[id(parameter)]
         for name, buffer in child._buffers.items():
             if buffer is not None:
-                child._buffers[name] = _fake_of(buffer, device=device)
+                child._buffers[name] = _fake_of(buffer, buffer.dtype, device)
         if isinstance(getattr(child, "_device", None), torch.device):
             # Modules of Lightning and torchmetrics store a device besides their tensors.
             child._device = device  # type: ignore[assignment]
 
 
-def _fake_of(
-    value: Any,
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-    float_dtype: torch.dtype | None = None,
-) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.is_floating_point():
-        dtype = dtype or float_dtype
-    return torch.empty_strided(
-        value.shape, value.stride(), dtype=dtype or value.dtype, device=device
-    )
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def _fake_of(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
 
 
 def first_line(error: Exception) -> str:

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.memory.dry_run import first_line
+from lightning_zero.memory.walk import StateOf
 from lightning_zero.optimizer import (
     StateBytes,
     Way,
@@ -47,99 +49,83 @@ class OptimizerStates:
         choices: Mapping[str, str] = MappingProxyType({}),
         dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
     ) -> None:
-        self._optimizers = list(optimizers)
-        self._choices, self._dtypes = choices, dtypes
+        self._optimizers, self._choices, self._dtypes = list(optimizers), choices, dtypes
+        self.names = list(dict.fromkeys(type(one).__name__ for one in optimizers))
 
-    @property
-    def names(self) -> list[str]:
-        """The class names of the optimizers, each once."""
-        return list(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers))
-
-    def nbytes(self, parameter: Parameter, numel: int, rank: int, world_size: int) -> int:
-        """Return the state bytes of a rank that has ``numel`` elements of a parameter.
+    def of_rank(self, rank: int, num_shards: int) -> StateOf:
+        """Return what returns the state bytes of a rank that has some elements of a parameter.
 
         Zero if the parameter is frozen, no optimizer holds it, or another rank keeps its state.
 
         Raises:
-            ValueError: The optimizer cannot be stepped in shards, or its states are unpredictable.
+            ValueError: An optimizer cannot be stepped in shards, or its states are unpredictable.
         """
-        found = self._by_parameter.get(id(parameter))
-        if found is None or not parameter.requires_grad:
-            return 0
-        if isinstance(found, StateBytes):
-            return found.of(numel)
-        number, count = self._along_model(rank, world_size)
-        owner = self._owners(count)[id(parameter)]
-        return found if owner in (None, number) else 0
+        states, wholes = self._states, {id(p) for p in self._stepped_whole(rank, num_shards)}
 
-    def _along_model(self, rank: int, num_shards: int) -> tuple[int, int]:
-        """Return a rank's number among the ranks that have parts of the model, and theirs."""
-        cut = next((cut for held in self._members for cut in map(cut_of, held) if cut), None)
-        if cut is None:
-            return rank, num_shards
-        return rank * cut.size + cut.rank, num_shards * cut.size
+        def nbytes(parameter: Parameter, numel: int) -> int:
+            state = states.get(id(parameter))
+            if state is None or not parameter.requires_grad:
+                return 0
+            if isinstance(state, StateBytes):
+                return state.of(numel)
+            return state if id(parameter) in wholes else 0
 
-    def stepped(self, rank: int, world_size: int) -> int:
+        return nbytes
+
+    def stepped(self, rank: int, num_shards: int) -> int:
         """Return the bytes of the whole masters and gradients that a rank holds for a step.
 
         The messages that they arrive in, of the same size, are included.
         """
-        own = {id(p): p for members in self._members for p in members}
-        number, count = self._along_model(rank, world_size)
         return sum(
-            4 * math.prod(whole_shape(own[key], own[key].shape)) * own[key].element_size()
-            for key, owner in self._owners(count).items()
-            if owner in (None, number) and own[key].requires_grad
+            4 * math.prod(whole_shape(own, own.shape)) * own.element_size()
+            for own in self._stepped_whole(rank, num_shards)
+            if own.requires_grad
         )
 
-    @cached_property
-    def against_units(self) -> str:
-        """Why an optimizer cannot be stepped unit by unit; empty if all can."""
+    def require_units(self) -> None:
+        """Raise a ``ValueError`` if an optimizer cannot be stepped unit by unit."""
         for optimizer in self._optimizers:
-            if not stepper_of(optimizer).pieces:  # else an engine already steps it
-                try:
-                    verdict_of(optimizer, choices=self._choices, by_unit=True)
-                except ValueError as error:
-                    return str(error)
-        return ""
+            verdict_of(optimizer, choices=self._choices, by_unit=True)
 
     @cached_property
-    def _ways(self) -> list[Way]:
-        return [
+    def _held(self) -> list[tuple[Optimizer, Way, list[Parameter]]]:
+        """Each optimizer with how it is stepped, and its parameters."""
+        ways = [
             stepper_of(one).way  # as an engine steps it already
             if stepper_of(one).pieces
             else verdict_of(one, choices=self._choices).way
             for one in self._optimizers
         ]
+        held = [list(map(parameter_of, members(optimizer))) for optimizer in self._optimizers]
+        return list(zip(self._optimizers, ways, held, strict=True))
 
-    @cached_property
-    def _members(self) -> list[list[Parameter]]:
-        """The parameters of each optimizer."""
-        return [list(map(parameter_of, members(optimizer))) for optimizer in self._optimizers]
-
-    def _owners(self, world_size: int) -> dict[int, int | None]:
-        """Return which rank steps each parameter that is stepped whole, by id; ``None`` is all."""
-        found: dict[int, int | None] = {}
-        for way, held in zip(self._ways, self._members, strict=True):
+    def _stepped_whole(self, rank: int, num_shards: int) -> Iterator[Parameter]:
+        """Yield the parameters that a rank steps whole."""
+        cut = next((cut for *_, held in self._held for cut in map(cut_of, held) if cut), None)
+        if cut is not None:  # the ranks that have parts of the model
+            rank, num_shards = rank * cut.size + cut.rank, num_shards * cut.size
+        for _, way, held in self._held:
             if way is not Way.BY_ELEMENT:
-                owners = owners_of(way, [whole_shape(p, p.shape) for p in held], [0] * world_size)
-                found.update(zip(map(id, held), owners, strict=True))
-        return found
+                owners = owners_of(way, [whole_shape(p, p.shape) for p in held], [0] * num_shards)
+                yield from (
+                    p for p, owner in zip(held, owners, strict=True) if owner in (None, rank)
+                )
 
     @cached_property
-    def _by_parameter(self) -> dict[int, StateBytes | int]:
+    def _states(self) -> dict[int, StateBytes | int]:
         """Each parameter's state bytes: per element, or in total if it is stepped whole."""
         found: dict[int, StateBytes | int] = {}
         known: dict[Any, StateBytes | int] = {}
-        for optimizer, way, held in zip(self._optimizers, self._ways, self._members, strict=True):
+        for optimizer, way, held in self._held:
             rest = iter(held)
             for group in optimizer.param_groups:
                 options = str({key: value for key, value in group.items() if key != "params"})
-                kind = type(optimizer), options
                 for own in itertools.islice(rest, len(group["params"])):
                     shape = () if way is Way.BY_ELEMENT else whole_shape(own, own.shape)
                     dtype = self._dtypes.get(id(own)) or own.dtype
-                    if (key := (kind, dtype, shape)) not in known:
+                    key = type(optimizer), options, dtype, shape
+                    if key not in known:
                         known[key] = (
                             state_bytes(optimizer, group, dtype)
                             if way is Way.BY_ELEMENT
@@ -159,7 +145,7 @@ def optimizers_for(
     """
     configure = getattr(module, "configure_optimizers", None)
     if choice is None and configure is not None:
-        return list(_configured(type(module).__name__, configure))
+        return _configured(type(module).__name__, configure)
     cls = _named(choice) if isinstance(choice, str) else choice or torch.optim.AdamW
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     return [cls(trainable)] if trainable else []
@@ -178,27 +164,15 @@ def _named(name: str) -> Callable[[list[Parameter]], Optimizer]:
     return known[name.lower()]
 
 
-def _configured(name: str, configure: Callable[[], Any]) -> Iterator[Optimizer]:
+def _configured(name: str, configure: Callable[[], Any]) -> list[Optimizer]:
     try:
-        returned = configure()
+        found = [one for one in tree_leaves(configure()) if isinstance(one, Optimizer)]
     except Exception as error:
         raise ValueError(
             f"{name}.configure_optimizers does not run without a Trainer: {first_line(error)} Pass"
             " `optimizer`: a name in torch.optim, or a function that makes an optimizer from a list"
             " of parameters."
         ) from error
-    found = list(_optimizers_in(returned))
     if not found:
         raise ValueError(f"{name}.configure_optimizers returned no optimizer. Pass `optimizer`.")
-    yield from found
-
-
-def _optimizers_in(returned: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers in any of the forms that ``configure_optimizers`` may return."""
-    if isinstance(returned, Optimizer):
-        yield returned
-    elif isinstance(returned, Mapping):
-        yield from _optimizers_in(returned.get("optimizer"))
-    elif isinstance(returned, list | tuple):
-        for item in returned:
-            yield from _optimizers_in(item)
+    return found

@@ -12,7 +12,7 @@ import torch
 from lightning_zero.engine import Engine
 from lightning_zero.memory.report import format_bytes
 from lightning_zero.memory.states import OptimizerStates
-from lightning_zero.memory.walk import flat_bytes
+from lightning_zero.memory.walk import resting_rows
 from lightning_zero.plan import whole_tensors
 from lightning_zero.tensors import bytes_held, without_draws
 
@@ -89,16 +89,13 @@ def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
     states = OptimizerStates(sharded.optimizers if counts_states else [], dtypes=dtypes)
     rows = Counter({"buffers": sum(map(bytes_held, whole_tensors(sharded.module)))})
     with without_draws():
+        state_of = states.of_rank(axis.rank, axis.size)
         for flat in sharded.flats:
-            kinds = flat_bytes(
-                flat.plan,
-                flat.layout,
-                [piece.parameter for piece in flat.pieces],
-                axis.rank,
-                lambda own, numel: states.nbytes(own, numel, axis.rank, axis.size),
-                trainable=flat.trainable and bool(sharded.optimizers),
+            own = [piece.parameter for piece in flat.pieces]
+            trainable = flat.trainable and bool(sharded.optimizers)
+            rows += resting_rows(
+                flat.plan, flat.layout, own, axis.rank, state_of, trainable=trainable
             )
-            rows.update(flat.plan.rows(kinds))
     return rows
 
 

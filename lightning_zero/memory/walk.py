@@ -1,26 +1,24 @@
 """What a rank holds: at rest, by the plan, and in a step, walked through by its events.
 
-At rest a model is a list of **terms**, one per unit, made from the specs that an engine builds its
-buffers from. In a step a rank also holds the whole weights of the root and of the units in use or
-prefetched, the unreduced gradients of the unit in backward and of the one being reduced, and
-activations. Which unit is whole, and when its gradients are reduced, follows the engine's rules
-(``engine/schedule``, ``engine/backward``) in a step whose order of units is that of the step
-before.
+At rest a model is a list of **terms**, one per unit. In a step a rank also holds the whole weights
+of the root, of the units in use and of those prefetched, the unreduced gradients of the unit in
+backward and of the one being reduced, and activations.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch.nn import Parameter
 
 from lightning_zero.comm import Codec
 from lightning_zero.memory.dry_run import Event, Kind
-from lightning_zero.plan import Layout, Medium, Offload, Plan, Settings, UnitSpec
-from lightning_zero.tensors import RING_BYTES, numel_at_a_time
+from lightning_zero.plan import Layout, Medium, Plan, Settings, UnitSpec
+from lightning_zero.tensors import numel_at_a_time
 
 RESTING = ("weights", "gradients", "master", "states", "buffers")
 KINDS = (*RESTING, "gathered", "unreduced", "activations")
@@ -30,78 +28,17 @@ KINDS = (*RESTING, "gathered", "unreduced", "activations")
 their reduction; ``docs/memory.md`` describes the others.
 """
 
-HOST_KINDS = (*RESTING, "staging")
-"""Kinds of bytes in host memory apart from the device's.
-
-``staging`` is in transit: between the device and the host, or between files and a step.
-"""
-
 AWAY_ROWS = (
     *(f"host {kind}" for kind in ("weights", "gradients", "master", "states")),
     *(f"disk {kind}" for kind in ("weights", "master", "states")),
 )
 """Kinds of bytes in host memory and in files, as ``ShardedModel.memory`` and tables name them."""
 
-Kinds = dict[str, int]
 StateOf = Callable[[Parameter, int], int]
 """Returns the optimizer state bytes of a number of elements of a parameter; 0 if it is frozen."""
 
 
-@dataclass
-class UnitTerms:
-    """The bytes of one unit on one rank.
-
-    Attributes:
-        name: The unit's name; the root's is ``""``.
-        resting: Bytes between steps, by medium and kind.
-        gathered: Bytes of whole weights that are released after use.
-        coded: Bytes of the encoded weights while they are gathered.
-        partial: Bytes of whole gradients before their reduction.
-        in_flight: Bytes of a reduction under way, without its result.
-        coding: Bytes beside whole gradients while these are encoded: codes and temporary tensors.
-        shard: Bytes of the rank's reduced gradients.
-        sends_shard: Whether these leave the device for its host.
-        ring: Bytes of pinned memory that stage the upload of weights from files.
-        lent: Bytes of fp32 masters, gradients and states while the unit is stepped, if they rest in
-            bf16 with stochastic rounding.
-        trainable: The ids of the trainable parameters.
-    """
-
-    name: str
-    resting: dict[Medium, Kinds] = field(
-        default_factory=lambda: {medium: dict.fromkeys(RESTING, 0) for medium in Medium}
-    )
-    gathered: int = 0
-    coded: int = 0
-    partial: int = 0
-    in_flight: int = 0
-    coding: int = 0
-    shard: int = 0
-    sends_shard: bool = False
-    ring: int = 0
-    lent: int = 0
-    trainable: set[int] = field(default_factory=set)
-
-    def add(self, layout: Layout, plan: Plan, kinds: Kinds, *, trainable: bool) -> None:
-        """Count a group of flat parameters with its ``kinds`` of resting bytes."""
-        for kind, count in kinds.items():
-            self.resting[plan.media[kind]][kind] += count
-        codes = layout.world_size * Codec(layout.shard_numel).nbytes
-        if plan.reshards:
-            self.gathered += layout.numel * plan.weight.dtype.itemsize
-            self.coded += codes if plan.gather_bits else 0
-        if trainable:
-            partial = layout.numel * plan.grad.dtype.itemsize
-            self.partial += partial
-            self.in_flight += partial if plan.reduce_bits is None else 2 * codes
-            if plan.reduce_bits is not None:
-                at_once = min(layout.numel, numel_at_a_time(plan.grad.device))
-                self.coding = max(self.coding, codes + 2 * torch.float32.itemsize * at_once)
-            self.shard += kinds["gradients"]
-            self.sends_shard |= plan.media["gradients"] is not Medium.DEVICE
-
-
-def flat_bytes(
+def resting_rows(
     plan: Plan,
     layout: Layout,
     parameters: Sequence[Parameter],
@@ -109,51 +46,72 @@ def flat_bytes(
     state_of: StateOf,
     *,
     trainable: bool,
-) -> Kinds:
-    """Return the bytes of a rank's part of flat parameters between steps, by kind."""
+) -> Counter[str]:
+    """Return the bytes of a rank's part of flat parameters between steps, by kind and medium."""
     kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
     sizes = [stop - start for start, stop, _ in layout.pieces(rank)]
     if not any(size or not p.numel() for size, p in zip(sizes, parameters, strict=True)):
         kinds["gradients"] = 0  # a rank whose shard is padding keeps none
-    return {**kinds, "states": sum(map(state_of, parameters, sizes))}
+    return plan.rows({**kinds, "states": sum(map(state_of, parameters, sizes))})
 
 
-def terms_of_specs(
-    specs: Iterable[UnitSpec],
-    state_of: StateOf,
-    *,
-    num_shards: int,
-    num_copies: int,
-    rank: int,
-    offload: Offload | None = None,
-    on_host: bool = False,
-) -> list[UnitTerms]:
-    """Return the terms that units, not allocated yet, will have on a rank of a copy.
+@dataclass
+class UnitTerms:
+    """The bytes of one unit on one rank; under DDP, of one parameter.
 
-    If the device to offload from is the host (``on_host``), files are mapped and nothing is staged.
+    Attributes:
+        name: The unit's name; the root's is ``""``.
+        rests: Bytes between steps, by kind and medium.
+        gathered: Bytes of whole weights that are released after use.
+        partial: Bytes of whole gradients before their reduction.
+        coding: Bytes beside these while they are encoded: codes and temporary tensors.
+        in_flight: Bytes of a reduction under way, without its result.
+        shard: Bytes of a result that stays on the device.
+        leaving: Bytes of a result that leaves the device for its host.
+        trainable: The names of the trainable parameters.
     """
-    found = []
-    for spec in specs:
-        terms = UnitTerms(spec.name)
+
+    name: str
+    rests: Counter[str] = field(default_factory=Counter)
+    gathered: int = 0
+    partial: int = 0
+    coding: int = 0
+    in_flight: int = 0
+    shard: int = 0
+    leaving: int = 0
+    trainable: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(
+        cls, spec: UnitSpec, rank: int, num_shards: int, num_copies: int, state_of: StateOf
+    ) -> UnitTerms:
+        """Return the terms that a unit, not allocated yet, will have on a rank of a copy."""
+        terms = cls(spec.name)
         for flat in spec.flat_parameters:
             plan, trainable = flat.plan, flat.trainable
-            if offload is not None:
-                plan = offload.of(plan, trainable=trainable, on_host=on_host)
             layout, parameters = flat.layout(num_shards, num_copies), [p for _, p in flat.named]
-            kinds = flat_bytes(plan, layout, parameters, rank, state_of, trainable=trainable)
-            terms.add(layout, plan, kinds, trainable=trainable)
-            if plan.master.medium is Medium.DISK and not on_host:
-                terms.ring = RING_BYTES
-            if trainable:
-                terms.trainable |= set(map(id, parameters))
-            if plan.stochastic_rounding and trainable:
-                for own, (start, stop, _) in zip(parameters, layout.pieces(rank), strict=True):
-                    # Twice the elements have twice the states, but not twice the step count.
-                    numel = stop - start
-                    states = state_of(own, 2 * numel) - state_of(own, numel)
-                    terms.lent += 2 * (states + 2 * numel * plan.master.dtype.itemsize)
-        found.append(terms)
-    return found
+            rests = resting_rows(plan, layout, parameters, rank, state_of, trainable=trainable)
+            terms.rests += rests
+            if plan.reshards:
+                terms.gathered += layout.numel * plan.weight.dtype.itemsize
+            if not trainable:
+                continue
+            partial = in_flight = layout.numel * plan.grad.dtype.itemsize
+            if plan.reduce_bits is not None:
+                codes = num_shards * Codec(layout.shard_numel).nbytes
+                at_once = min(layout.numel, numel_at_a_time(plan.grad.device))
+                terms.coding += codes + 2 * torch.float32.itemsize * at_once
+                in_flight = 2 * codes
+            shard = rests[plan.row("gradients")]
+            terms.partial += partial
+            # The sum of one rank's gradients is these themselves.
+            terms.in_flight += 0 if num_shards == 1 and shard == partial else in_flight
+            if plan.media["gradients"] is Medium.DEVICE:
+                terms.shard += shard
+            else:
+                terms.leaving += shard
+            terms.trainable |= {name for name, _ in flat.named}
+        return terms
 
 
 _LABELS = {"rest": "at rest", "step": "in the optimizer's step"}
@@ -161,26 +119,22 @@ _LABELS = {"rest": "at rest", "step": "in the optimizer's step"}
 
 @dataclass
 class Snapshot:
-    """The bytes that a rank holds in a part of a step.
+    """The bytes that a rank holds on the device in a part of a step.
 
     Attributes:
         unit: The unit that runs; the root's is ``""``.
         phase: ``"forward"``, ``"backward"``, ``"rest"``, or ``"step"`` if the optimizer's step
-            takes memory: for staging, whole parameters, or fp32 copies of rounded states.
-        kinds: Bytes on the device by kind, at the instant of the largest total.
-        at_other_times: The most bytes of each kind on the device, at any instant of the part.
-        staging: The most bytes in transit in host memory.
+            takes memory for whole parameters.
+        kinds: Bytes by kind, at the instant of the largest total.
     """
 
     unit: str
     phase: str
-    kinds: Kinds = field(default_factory=dict)
-    at_other_times: Kinds = field(default_factory=dict)
-    staging: int = 0
+    kinds: dict[str, int]
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds on the device."""
+        """Bytes of all kinds."""
         return sum(self.kinds.values())
 
     @property
@@ -190,250 +144,114 @@ class Snapshot:
 
 
 class Walk:
-    """A step of a rank, its last microbatch.
+    """A walk through the last microbatch of a rank's step, in the order of the step before.
 
     Args:
-        events: The events of a microbatch.
+        events: The events of the microbatch.
+        units: The terms of all units.
         still: Bytes on the device that rest, by kind.
-        gradients: The gradients.
-        weights: Weights that are gathered; ``None`` under DDP.
+        settings: The settings of the run.
+        keeps_whole: Whether whole gradients of earlier microbatches wait for this one.
+        adds: Whether reduced gradients of earlier microbatches do.
+
+    Attributes:
+        parts: What the rank holds in each part of the microbatch.
+        most: The most bytes of each kind at any instant.
     """
 
     def __init__(
         self,
         events: Sequence[Event],
-        still: Kinds,
-        gradients: Buckets,
-        weights: Gathered | None = None,
+        units: Sequence[UnitTerms],
+        still: Mapping[str, int],
+        settings: Settings,
+        *,
+        keeps_whole: bool,
+        adds: bool,
     ) -> None:
-        self._events, self._still = events, still
-        self._gradients, self._weights = gradients, weights
-        self._parts = [Snapshot("", "forward")]
+        self.parts, self.most = [Snapshot("", "forward", {})], Counter[str]()
+        self._units = {unit.name: unit for unit in units}
+        self._still, self._adds = still, adds
+        self._needs = deque(e.name for e in events if e.kind in (Kind.FORWARD, Kind.BACKWARD))
+        self._prefetched = settings.prefetch
+        # How many needs from now on keep a unit whole after its forward.
+        self._kept_for = 1 if settings.reshard_after_forward else len(self._needs)
+        self._whole, self._last_backward = {"", *self._ahead(settings.prefetch)}, ""
+        self._owners = {name: unit for unit in units for name in unit.trainable}
+        self._missing = Counter({unit.name: 0 for unit in self._owners.values()})
+        self._missing.update(self._owners[e.name].name for e in events if e.kind is Kind.GRAD)
+        self._partial = {unit.name: unit.partial for unit in units} if keeps_whole else {}
+        self._gradients = 0 if keeps_whole else still["gradients"]
+        self._under_way = self._left = 0
+        self._note(0)
+        for event in events:
+            self._note(event.most)
+            self._follow(event)
 
-    def parts(self) -> list[Snapshot]:
-        """Return what the rank holds in the parts of the microbatch."""
-        phase = "forward"
-        for event in self._events:
-            self._note(event.before, event.away)
-            if event.kind is Kind.LOSS:
-                phase = "backward"
-            if event.kind not in (Kind.BACKWARD_END, Kind.GRAD):
-                unit = event.unit if event.kind in (Kind.FORWARD, Kind.BACKWARD) else ""
-                if (unit, phase) != (self._parts[-1].unit, self._parts[-1].phase):
-                    self._parts.append(Snapshot(unit, phase))
-            self._note(event.now + self._gradients.begin(event), event.away)
-            for _ in self._gradients.follow(event):
-                self._note(event.now, event.away)
-            if self._weights is not None:
-                self._weights.follow(event)
-            self._note(event.now, event.away)
-        return self._parts
-
-    def _note(self, activations: int, away: int) -> None:
+    def _note(self, activations: int) -> None:
         """Account for what is held now, with these bytes of activations."""
-        kinds = {**self._still, **self._gradients.held(), "activations": activations}
-        kinds["activations"] += self._gradients.temporary
-        kinds["gathered"] = 0 if self._weights is None else self._weights.held
-        part = self._parts[-1]
-        part.staging = max(part.staging, away)
+        kinds = {
+            **self._still,
+            "gradients": self._gradients,
+            "gathered": sum(
+                self._units[name].gathered for name in self._whole & self._units.keys()
+            ),
+            "unreduced": self._still["unreduced"] + sum(self._partial.values()) + self._under_way,
+            "activations": activations,
+        }
+        self.most |= Counter(kinds)
+        part = self.parts[-1]
         if not part.kinds or sum(kinds.values()) > part.total:
             part.kinds = kinds
-        most = part.at_other_times
-        part.at_other_times = {kind: max(n, most.get(kind, 0)) for kind, n in kinds.items()}
 
-
-class Gathered:
-    """Whole weights of units that are released after use."""
-
-    def __init__(self, events: Sequence[Event], reductions: Reductions, settings: Settings) -> None:
-        self._units, self._missing = reductions.units, reductions.missing
-        self._unit_of, self._settings = reductions.unit_of, settings
-        self._needs = [e.unit for e in events if e.kind in (Kind.FORWARD, Kind.BACKWARD)]
-        self._place, self._last_backward, self._is_backward = -1, "", False
-        self._whole, self._on_way = {""}, set[str]()
-        # Calls whose backward is still to begin or to end, by unit.
-        self._awaited = Counter(
-            e.unit for e in events if e.kind in (Kind.BACKWARD, Kind.BACKWARD_END)
-        )
-        self._prefetch()
-
-    @property
-    def held(self) -> int:
-        """Bytes held now."""
-        units = self._units
-        whole = sum(units[name].gathered for name in self._whole)
-        return whole + sum(units[name].coded for name in self._on_way)
-
-    def follow(self, event: Event) -> None:
-        """Gather and release what an event does."""
-        unit = event.unit
-        if event.kind is Kind.LOSS:
-            self._is_backward = True
-        elif event.kind is Kind.FORWARD:
-            self._need(unit)
-        elif event.kind is Kind.FORWARD_END and not self._is_backward:
-            stays = self._awaited[unit] and not self._settings.reshard_after_forward
-            if not stays and self._ahead(1)[:1] != [unit]:
-                self._whole.discard(unit)
-        elif event.kind is Kind.BACKWARD:
-            self._awaited[unit] -= 1
-            self._need(unit)
-        elif event.kind is Kind.BACKWARD_END:
-            self._awaited[unit] -= 1
-            self._whole.discard(unit)
-            self._prefetch()
-        elif event.kind is Kind.GRAD:
-            unit = self._unit_of[event.parameter]
-            if unit and not self._missing[unit] and self._awaited[unit] <= 0:
-                self._whole.discard(unit)
-        elif event.kind is Kind.END:
-            self._whole.clear()
-
-    def _ahead(self, count: int) -> list[str]:
-        return self._needs[self._place + 1 : self._place + 1 + count]
-
-    def _prefetch(self) -> None:
-        new = set(self._ahead(self._settings.prefetch)) - self._whole
-        self._whole |= new
-        self._on_way |= new
-
-    def _need(self, unit: str) -> None:
-        self._place += 1
-        before, self._last_backward = self._last_backward, unit if self._is_backward else ""
-        if before in ("", unit) or before not in self._whole:
-            self._prefetch()
-        self._whole.add(unit)
-        self._on_way.discard(unit)
-
-
-class Buckets:
-    """Gradients under DDP, which sends them in buckets of the same size.
-
-    Args:
-        sizes: The bytes of each parameter's gradient, by its number in the module.
-        total: Bytes of all gradients between steps.
-        adds: Whether gradients are added to those of earlier microbatches.
-    """
-
-    def __init__(self, sizes: Sequence[int], total: int, *, adds: bool) -> None:
-        self.sizes, self.adds = sizes, adds
-        self.gradients = self._buckets = total
-        self.temporary = 0
-
-    def held(self) -> Kinds:
-        """Return the bytes held now, by kind."""
-        return {"gradients": self.gradients, "unreduced": self._buckets}
-
-    def begin(self, event: Event) -> int:
-        """Begin what an event does; return the bytes of a gradient that nobody else counts."""
-        if event.kind is Kind.LOSS and not self.adds:
-            self.gradients = 0  # the Trainer drops those of the step before
-        return 0
-
-    def follow(self, event: Event) -> Iterable[None]:
-        """Do what an event does, and pause where the most may be held."""
-        if event.kind is Kind.GRAD and not self.adds:
-            self.gradients += self.sizes[event.parameter]
-        return ()
-
-
-class Reductions(Buckets):
-    """Gradients under the engine.
-
-    Args:
-        events: The events of the step.
-        sizes: The bytes of each parameter's gradient, by its number in the module.
-        total: Bytes of all gradients between steps.
-        units: The terms of all units, the root last.
-        ids: The parameters' ids, by number.
-        is_local: Whether gradients are reduced in the last microbatch only.
-        num_microbatches: Microbatches per step.
-        num_shards: Ranks that share one copy.
-        receives: Whether a reduction receives the other ranks' parts into buffers of its own, as
-            messages between CPUs do.
-    """
-
-    def __init__(
-        self,
-        events: Sequence[Event],
-        sizes: Sequence[int],
-        total: int,
-        units: Sequence[UnitTerms],
-        ids: Sequence[int],
-        *,
-        is_local: bool,
-        num_microbatches: int,
-        num_shards: int,
-        receives: bool,
-    ) -> None:
-        is_kept = is_local and num_microbatches > 1
-        super().__init__(sizes, 0 if is_kept else total, adds=num_microbatches > 1 and not is_local)
-        self.units = {unit.name: unit for unit in units}
-        by_id = {key: unit.name for unit in units for key in unit.trainable}
-        self.unit_of = [by_id.get(key, "") for key in ids]
-        self.missing = Counter(self.unit_of[e.parameter] for e in events if e.kind is Kind.GRAD)
-        self._num_shards, self._receives = num_shards, receives
-        self._counts = any(event.before for event in events)  # otherwise there was no batch
-        kinds = [event.kind for event in events]
-        forward = events[: kinds.index(Kind.LOSS)]
-        order = dict.fromkeys(e.unit for e in forward if e.kind is Kind.FORWARD)
-        rest = [name for name in self.units if name not in order]
-        self._turns = [name for name in (*reversed(order), *rest) if self.units[name].trainable]
-        self._under_way: UnitTerms | None = None
-        self._partial = {unit.name: unit.partial for unit in units} if is_kept else {}
-        self._received: dict[int, int] = {}
-        # Shards of the last two units, on their way to the host.
-        self._leaving: deque[int] = deque(maxlen=2)
-
-    def held(self) -> Kinds:
-        """Return the bytes held now, by kind."""
-        unit, in_flight = self._under_way, 0
-        if unit is not None:
-            # The result counts as a gradient once it has arrived; one rank's are their own sum.
-            is_own = self._num_shards == 1 and unit.shard == unit.partial
-            in_flight = unit.partial if is_own else unit.in_flight + unit.shard
-        waiting = sum(self._partial.values()) + sum(self._received.values())
-        return {
-            "gradients": self.gradients + sum(self._leaving),
-            "unreduced": waiting + in_flight,
-        }
-
-    def begin(self, event: Event) -> int:
-        """Begin what an event does; return the bytes of a gradient that nobody else counts."""
-        super().begin(event)
-        if event.kind is not Kind.GRAD:
-            return 0
-        unit = self.units[self.unit_of[event.parameter]]
-        self._partial.setdefault(unit.name, unit.partial)
-        return self.sizes[event.parameter] if self._counts else 0
-
-    def follow(self, event: Event) -> Iterable[None]:
-        """Do what an event does, and pause where the most may be held."""
-        if event.kind is Kind.GRAD:
-            self.missing[self.unit_of[event.parameter]] -= 1
-        elif event.kind is not Kind.END:
+    def _follow(self, event: Event) -> None:
+        """Change what is held as an event does."""
+        kind, name = event.kind, event.name
+        phase = "backward" if kind is Kind.LOSS else self.parts[-1].phase
+        if kind not in (Kind.BACKWARD_END, Kind.GRAD):
+            unit = name if kind in (Kind.FORWARD, Kind.BACKWARD) else ""
+            if (unit, phase) != (self.parts[-1].unit, self.parts[-1].phase):
+                self.parts.append(Snapshot(unit, phase, {}))
+        if kind is Kind.LOSS and not self._adds:
+            self._gradients = 0  # the Trainer drops those of the step before
+        elif kind in (Kind.FORWARD, Kind.BACKWARD):
+            self._need(name, phase)
+        elif kind is Kind.FORWARD_END and phase == "forward":
+            self._whole -= {name} - self._ahead(self._kept_for)
+        elif kind is Kind.BACKWARD_END:
+            self._whole.discard(name)
+            self._whole |= self._ahead(self._prefetched)
+        elif kind is Kind.GRAD:
+            owner = self._owners[name]
+            self._missing[owner.name] -= 1
+            self._partial.setdefault(owner.name, owner.partial)
+            self._note(event.now)  # and not after the reduction, when it is freed
+            if owner.name and not self._missing[owner.name]:
+                self._reduce(owner, event.now)
             return
-        while self._turns and (event.kind is Kind.END or not self.missing[self._turns[0]]):
-            self._finish()
-            unit = self.units[self._turns.pop(0)]
-            if unit.coding and self._counts:
-                self.temporary = unit.coding
-                yield
-                self.temporary = 0
-            self._partial.pop(unit.name, None)
-            if self._receives:
-                size = unit.in_flight // self._num_shards
-                self._received[size] = (self._num_shards - 1) * size
-            self._under_way = unit
-            yield
-        if event.kind is Kind.END:
-            self._finish()
-            self._leaving.clear()
-            self._received.clear()
+        elif kind is Kind.END:
+            for waiting in [*self._missing]:
+                self._reduce(self._units[waiting], event.now)
+        self._note(event.now)
 
-    def _finish(self) -> None:
-        unit, self._under_way = self._under_way, None
-        if unit is not None and unit.sends_shard:
-            self._leaving.append(unit.shard)
-        elif unit is not None and not self.adds:  # else it is added to earlier microbatches'
-            self.gradients += unit.shard
+    def _ahead(self, count: int) -> set[str]:
+        return set(islice(self._needs, count))
+
+    def _need(self, unit: str, phase: str) -> None:
+        """Make a unit whole, and prefetch unless the one before it in backward is still whole."""
+        self._needs.popleft()
+        last, self._last_backward = self._last_backward, unit if phase == "backward" else ""
+        if last in ("", unit) or last not in self._whole:
+            self._whole |= self._ahead(self._prefetched)
+        self._whole.add(unit)
+
+    def _reduce(self, unit: UnitTerms, activations: int) -> None:
+        """Begin a unit's reduction, when that of the unit before it has ended."""
+        self._partial.setdefault(unit.name, unit.partial)
+        self._note(activations and activations + unit.coding)
+        del self._partial[unit.name], self._missing[unit.name]
+        # The result of the unit before may still be leaving, and what it was added to as well.
+        left = self._left * (1 + self._adds)
+        self._under_way = unit.in_flight + unit.shard * self._adds + unit.leaving + left
+        self._left = unit.leaving
+        self._gradients += unit.shard * (not self._adds)

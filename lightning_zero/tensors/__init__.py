@@ -47,7 +47,6 @@ from lightning_zero.tensors.transfers import (
     Buffer,
     HostCopies,
     Job,
-    Landing,
     StagingMemory,
     Threads,
     Wait,

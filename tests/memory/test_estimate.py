@@ -7,10 +7,8 @@ import functools
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
@@ -18,16 +16,14 @@ import torch.distributed as dist
 import transformers
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import ActivationCheckpointing, Engine
-from lightning_zero.engine.unit import Unit
-from lightning_zero.memory import LiveBytes, ModelPlan, estimate
+from lightning_zero.memory import ModelPlan, estimate
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.launch import run_python
-from tests.oracle.live_bytes import Resized, Watched
+from tests.oracle.live_bytes import Resized
 from tests.oracle.models import MODELS, Case, next_token_loss, numbers, square_loss, tokens
 
 
@@ -113,18 +109,10 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-@dataclass
-class Measured:
-    """Bytes that a rank held, between steps and at most."""
-
-    resting: dict[str, int]
-    most: dict[str, int]
-
-
 def measure(
     case: Case, precision: str, stage: int, accumulate: str | None, num_microbatches: int
-) -> Measured:
-    """Train three steps and keep the engine's count of the last one."""
+) -> dict[str, int]:
+    """Train two steps and return the engine's count after the last one."""
     dtype = DTYPES[precision]
     model = case.build(dtype=dtype)
     recipe = RECIPES[precision]
@@ -132,38 +120,17 @@ def measure(
     engine = Engine(model, Settings(stage, recipe, units=is_unit, accumulate=accumulate), comm)
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     engine.adopt(optimizer)
-    most = {"gathered": 0, "unreduced": 0}
-
-    def look(more: int = 0) -> None:
-        now = [flat.memory() for flat in engine.sharded.flats]
-        gathered = sum(kinds.get("gathered", 0) for kinds in now)
-        unreduced = sum(kinds["unreduced"] for kinds in now) + comm.transport.scratch_bytes
-        most["gathered"] = max(most["gathered"], gathered)
-        most["unreduced"] = max(most["unreduced"], unreduced + more)
-
-    # No operation follows a buffer for small gradients before they are moved to it.
-    allocate = comm.transport.reduce_buffer
-
-    def allocate_and_look(*given: Any) -> Any:
-        made = allocate(*given)
-        look(made.tensor.nbytes)
-        return made
-
-    at_allocation = mock.patch.object(comm.transport, "reduce_buffer", allocate_and_look)
-    # The first step has nothing to tell it what to prefetch.
-    nothing = contextlib.nullcontext()
-    for watch, looks in ((nothing, nothing), (Watched(look), at_allocation)):
-        with watch, looks:
-            for micro in range(num_microbatches):
-                loss = loss_of_microbatch(engine, case, recipe.autocast, dtype)
-                if micro == 0:
-                    optimizer.zero_grad()  # as the Trainer does
-                is_last = micro == num_microbatches - 1
-                with contextlib.nullcontext() if is_last else engine.no_sync():
-                    loss.backward()
-            optimizer.step()
+    for _ in range(2):
+        for micro in range(num_microbatches):
+            loss = loss_of_microbatch(engine, case, recipe.autocast, dtype)
+            if micro == 0:
+                optimizer.zero_grad()  # as the Trainer does
+            is_last = micro == num_microbatches - 1
+            with contextlib.nullcontext() if is_last else engine.no_sync():
+                loss.backward()
+        optimizer.step()
     engine._step.close()
-    return Measured(engine.sharded.memory(), dict(most))
+    return engine.sharded.memory()
 
 
 def loss_of_microbatch(
@@ -186,12 +153,16 @@ DTYPES = {
 """What a module's own parameters have, by precision."""
 
 POLICIES = [
-    (3, None, 1), (3, "local", 2), (3, None, 2), (2, None, 2), (2, "local", 2), (1, None, 2),
+    (3, None, 1),
+    (3, "local", 2),
+    (3, None, 2),
+    (2, "local", 2),
+    (1, None, 2),
     (1, None, 1),
-]  # fmt: skip
+]
 """Stage, accumulate, microbatches."""
 
-NUM_RANKS = (2, 1, 2, 3, 2, 4, 2)
+NUM_RANKS = (2, 1, 2, 3, 2, 3)
 """Of the rows of a model, which begin elsewhere for each."""
 
 
@@ -201,11 +172,11 @@ def rows_of(name: str, world: int) -> list[tuple[Any, ...]]:
     return [
         (precisions[(number + row) % 6], *policy)
         for row, policy in enumerate(POLICIES)
-        if NUM_RANKS[(row + 2 * number) % 7] == world
+        if NUM_RANKS[(row + 2 * number) % 6] == world
     ]
 
 
-def measure_all(name: str) -> list[Measured]:
+def measure_all(name: str) -> list[dict[str, int]]:
     return [measure(CASES[name], *row) for row in rows_of(name, dist.get_world_size())]
 
 
@@ -220,27 +191,17 @@ def subject(name: str, precision: str, accumulate: Any) -> ModelPlan:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_prediction_is_what_the_engine_holds(ranks: Any, name: str, world: int) -> None:
     measured = ranks(world).run(measure_all, name)
-    wrong = []
     for number, where in enumerate(rows_of(name, world)):
         precision, stage, accumulate, num_microbatches = where
         rank = number % world  # each in its turn
         model = subject(name, precision, accumulate)
         predicted = model.estimate(stage, world, rank=rank, num_microbatches=num_microbatches)
-        actual = measured[rank][number]
-        wrong += [
-            f"{where} rank {rank}: {kind} predicted {count}, measured {is_held}"
-            for kind, count, is_held in [
-                *((kind, n, actual.resting[kind]) for kind, n in predicted.resting.items()),
-                ("gathered", predicted.most["gathered"], actual.most["gathered"]),
-                ("unreduced", predicted.most["unreduced"], actual.most["unreduced"]),
-            ]
-            if count != is_held
-        ]
-    assert not wrong, "\n".join(wrong)
+        held = measured[rank][number]
+        assert predicted.resting == {kind: held[kind] for kind in predicted.resting}, where
 
 
 class Tower(nn.Module):
@@ -271,8 +232,13 @@ class TowerBlock(nn.Module):
         return x + self.layers(x)
 
 
+def plain_square_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Without `mse_loss`, whose kernel for CPUs keeps more than its result."""
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
 PEAKS = {
-    "tower": Case(Tower, numbers(64, out=64), square_loss),
+    "tower": Case(Tower, numbers(64, out=64), plain_square_loss),
     "hugging_face": CASES["hugging_face"],
     "convolution": CASES["convolution"],
 }
@@ -282,28 +248,11 @@ def is_block(module: nn.Module) -> bool:
     return type(module).__name__ in {"TowerBlock", *UNITS}
 
 
-class Alive(NamedTuple):
-    """Bytes of all tensors of a rank.
+def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> tuple[int, int, int]:
+    """Count the most bytes alive in the second step at stage 3 without asking the engine.
 
-    Attributes:
-        peak: At most in a step.
-        held: Between steps, by the engine's own count.
-        alive: Between steps, by the tracker's.
-        in_flight: Whole weights and gradients of the root and of two more units, the heaviest.
-        received: What the other ranks' parts of the root's and one more unit's gradients take.
-        activations: At most in a step of a plain loop that has neither engine nor ranks.
+    Returns that, the bytes between steps, and those of the engine's own count.
     """
-
-    peak: int
-    held: int
-    alive: int
-    in_flight: int
-    received: int
-    activations: int
-
-
-def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> Alive:
-    """The most bytes alive in the second step at stage 3, counted without asking the engine."""
     case, recipe = PEAKS[name], RECIPES[precision]
     model = case.build()
     live = Resized()
@@ -324,13 +273,7 @@ def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> Aliv
             optimizer.step()
         held, alive = sum(engine.sharded.memory().values()), live.count()
     recompute.remove()
-    dtypes = {
-        slot.name: flat.plan.weight.dtype
-        for flat in engine.sharded.flats
-        for slot in flat.layout.slots
-    }
-    activations = live_activations(case, rows, recipe.autocast, dtypes, units)
-    return Alive(peak, held, alive, *_in_flight(engine), activations)
+    return peak, alive, held
 
 
 def run_step(
@@ -347,50 +290,6 @@ def run_step(
     loss.backward()
 
 
-def live_activations(
-    case: Case,
-    rows: int,
-    autocast: torch.dtype | None,
-    dtypes: dict[str, torch.dtype],
-    units: list[str],
-) -> int:
-    """The most bytes that a plain step needs beside weights, gradients and buffers."""
-    model = case.build()
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes[name])
-        parameter.register_post_accumulate_grad_hook(drop_grad)
-    recompute = ActivationCheckpointing([model.get_submodule(unit) for unit in units])
-    live = LiveBytes()
-    live.ignore([*model.parameters(), *model.buffers()])
-    with live:
-        run_step(model, case, rows, autocast)
-    recompute.remove()
-    return live.peak
-
-
-def drop_grad(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-def _in_flight(engine: Engine) -> tuple[int, int]:
-    """Return what the root and two units may hold of their own, and what is received for them."""
-
-    def passing(unit: Unit) -> int:
-        return sum(
-            flat.layout.numel * (flat.plan.weight.dtype.itemsize + grad_size)
-            for flat in unit.flat_parameters
-            for grad_size in [flat.plan.grad.dtype.itemsize]
-        )
-
-    largest = sorted(map(passing, engine.sharded.units[:-1]))[-2:]
-    received = sum(
-        flat.layout.shard_numel * flat.plan.grad.dtype.itemsize * (engine.comm.mesh.size - 1)
-        for unit in (engine.sharded.root, max(engine.sharded.units[:-1], key=passing))
-        for flat in unit.flat_parameters
-    )
-    return passing(engine.sharded.root) + sum(largest), received
-
-
 @pytest.mark.parametrize(
     ("name", "precision", "checkpointing"),
     [
@@ -403,52 +302,19 @@ def test_peak_of_all_live_tensors(
     ranks: Any, name: str, precision: str, checkpointing: bool
 ) -> None:
     case, world = PEAKS[name], 2
-    for rows, tolerance in ((4, 0.09), (512, 0.012)):
+    # Where weights dominate, what messages between CPUs arrive in counts, which is not predicted.
+    for rows, tolerance in ((4, 0.09), (512, 0.02)):
         predicted = estimate(
             case.build(), Settings(units=is_block, activation_checkpointing=checkpointing),
             world_size=world, precision=precision, optimizer=adamw, batch=case.batch(rows, 0),
             step=case.loss,
         )  # fmt: skip
-        alive = ranks(world).run(live_peak, name, rows, precision, checkpointing)[0]
+        run = ranks(world).run(live_peak, name, rows, precision, checkpointing)
+        peak, alive, held = run[0]
         # Beside what the engine counts live the placeholders, one element for each bundle, and now
         # and then a byte for each parameter: flags that the backend's thread has just sent.
-        assert alive.held <= alive.alive <= alive.held + 1024
-        assert predicted.peak.total == pytest.approx(alive.peak, rel=tolerance)
-        assert alive.peak <= alive.held + alive.in_flight + alive.received + alive.activations
-        # Small gradients wait to be moved together, which those of a plain loop do not.
-        waiting = min(2**16, sum(p.nbytes for p in case.build().parameters()))
-        found = predicted.most["activations"]
-        assert 0.99 * alive.activations < found < 1.01 * alive.activations + waiting
-
-
-def kept_in_half() -> list[Tensor]:
-    """Return what a step keeps of norms with fp32 weights, and of losses."""
-    bf16 = {"dtype": torch.bfloat16}
-    rows = torch.zeros(64, 8, **bf16).requires_grad_()
-    maps = torch.zeros(64, 8, 4, **bf16).requires_grad_()
-    weight = torch.zeros(8).requires_grad_()
-    mean, variance = torch.zeros(8), torch.zeros(8)
-    return [
-        nn.functional.layer_norm(rows, (8,), weight, weight),
-        nn.functional.layer_norm(rows, (8,)),
-        nn.functional.group_norm(maps, 2, weight, weight),
-        nn.functional.batch_norm(maps, mean, variance, weight, weight, training=True),
-        nn.functional.mse_loss(rows, rows),
-        nn.functional.mse_loss(rows, rows, reduction="none"),
-        nn.functional.smooth_l1_loss(rows, rows),
-        nn.functional.binary_cross_entropy(rows.float(), torch.zeros(64, 8)),
-    ]
-
-
-def test_kernels_keep_what_is_counted_without_data() -> None:
-    with LiveBytes() as real:
-        kept = kept_in_half()
-    with FakeTensorMode(), LiveBytes(as_on_cpu=True) as fake:
-        kept += kept_in_half()
-    assert real.count() == fake.count()
-    with FakeTensorMode(), LiveBytes() as naive:
-        kept += kept_in_half()
-    assert naive.count() < real.count()
+        assert held <= alive <= held + 1024
+        assert predicted.peak.total == pytest.approx(peak, rel=tolerance)
 
 
 def test_a_hundred_billion_parameters_on_meta() -> None:
@@ -524,11 +390,8 @@ def test_adam_weighs_sixteen_bytes_a_parameter() -> None:
             "Activations on 'cuda' are counted only where torch finds such a device",
         ),
         (
-            {
-                "strategy": Settings(activation_checkpointing=[torch.nn.Linear]),
-                "batch": torch.zeros(1),
-            },
-            "Activations are counted with activation_checkpointing=True",
+            {"strategy": Settings(activation_offload=True), "batch": torch.zeros(1)},
+            "Activations are not counted with activation_offload=True. Remove it",
         ),
         ({"batch": {"wrong": torch.zeros(1)}}, "Tied does not run on tensors without data"),
     ],

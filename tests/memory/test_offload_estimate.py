@@ -14,14 +14,12 @@ from lightning_zero import estimate
 from lightning_zero.comm import default_world_size
 from lightning_zero.engine import Engine
 from lightning_zero.memory import (
-    Estimate,
     ModelPlan,
     Offload,
     compare,
     named_offloads,
 )
 from lightning_zero.plan import RECIPES, Settings
-from lightning_zero.tensors import RING_BYTES
 from tests.oracle.device import beside_the_host
 from tests.oracle.ranks import Pools
 
@@ -91,43 +89,6 @@ def chain() -> nn.Module:
     """Four units, the second twice as large, and a root without parameters."""
     widths = (5, 10, 5, 5)
     return nn.Sequential(*[nn.Linear(128, width, bias=False) for width in widths])
-
-
-def of_chain(*, stage: int = 3, offload: str | None = None, **how: Any) -> Estimate:
-    away = None if offload is None else Offload.of_stage(stage, offload)
-    settings = Settings(stage, units=(nn.Linear,), offload=away)
-    return estimate(chain, settings, world_size=2, optimizer="adam", **how)
-
-
-def test_what_is_on_its_way() -> None:
-    shard = ROWS // 2
-    mixed = of_chain(precision="bf16-mixed", offload="cpu")
-    by_phase: dict[str, int] = {}
-    for moment in mixed.snapshots:
-        staging = moment.staging
-        by_phase[moment.phase] = max(by_phase.get(moment.phase, 0), staging)
-    # Nothing: weights are cast where they rest.
-    assert by_phase == {"forward": 0, "backward": 0, "rest": 0}
-    plain = of_chain(precision="bf16-mixed")
-    assert mixed.most["gathered"] == plain.most["gathered"]
-    assert mixed.host["weights"] == 2 * 5 * shard
-    # The reduced gradients of two units, on the device while they are sent.
-    assert mixed.most["gradients"] == 4 * (2 + 1) * shard
-    assert mixed.resting["gradients"] == 0
-    assert mixed.host["gradients"] == 4 * 5 * shard
-
-    # On the host states are stepped where they are; from files in staging memory.
-    assert of_chain(stage=2, offload="cpu").host["staging"] == 0
-    in_files = of_chain(offload="nvme", device="cuda")
-    assert {m.phase: m.staging - RING_BYTES for m in in_files.snapshots} == {
-        **by_phase,
-        "step": in_files.disk["states"],
-    }
-
-    # From the second microbatch on those of the host come up, one unit's at a time.
-    once, twice = (of_chain(offload="cpu", accumulate_grad_batches=n) for n in (1, 2))
-    assert twice.host_peak == once.host_peak
-    assert twice.most["unreduced"] == once.most["unreduced"]
 
 
 def test_frozen_weights_go_with_the_weights() -> None:
@@ -223,7 +184,6 @@ def beside_a_run(folder: str, stage: int, medium: str) -> list[tuple[Any, Any]]:
         **{f"host {kind}": count for kind, count in found.host.items()},
         **{f"disk {kind}": count for kind, count in found.disk.items()},
     }
-    del rests["host staging"]
     return [(held.get(row, 0), count) for row, count in rests.items()]
 
 
