@@ -56,6 +56,9 @@ def fit(
     return run
 
 
+OfTorchao: Any = type("AdamW8bit", (Wrapped,), {"__module__": "torchao.optim.subclass"})
+
+
 class Empty(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +301,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rounded, mixing": (fit(lambda: Regression(optimizer=torch.optim.Adafactor), precision="bf16-true", stochastic_rounding=True), V, "Adafactor mixes the elements of a parameter.* and stochastic_rounding"),
     "eight bits": (fit(TrainedInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "eight bits, unfrozen": (fit(UnfrozenInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
-    "wrapped states": (fit(lambda: Made(lambda m: Wrapped(m.parameters())), checkpoint="dcp"), V, "Wrapped keeps states in tensors that wrap others"),
+    "wrapped states": (fit(lambda: Made(lambda m: OfTorchao(m.parameters())), checkpoint="dcp"), V, "AdamW8bit keeps states in tensors that wrap others"),
     "hoarder": (fit(lambda: Regression(optimizer=Hoarder)), V, "Hoarder keeps views of parameters outside of"),
     "twice": (fit(Twice), V, r"'?head.weight'? appears in more than one param group of SGD"),
     "recomputed": (fit(activation_checkpointing={nn.LSTM}), V, "activation_checkpointing=LSTM.* no such module"),

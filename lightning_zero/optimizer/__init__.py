@@ -25,7 +25,7 @@ from lightning_zero.optimizer.attached import (
 )
 from lightning_zero.optimizer.clip import LossScaler
 from lightning_zero.optimizer.hooks import OptimizerHooks
-from lightning_zero.optimizer.known import Way
+from lightning_zero.optimizer.known import Way, wraps_states
 from lightning_zero.optimizer.pieces import FindPiece, owned, parameter_of
 from lightning_zero.optimizer.staging import FileStep
 from lightning_zero.optimizer.steppers import (
@@ -33,7 +33,7 @@ from lightning_zero.optimizer.steppers import (
     members,
     stepper_of,
 )
-from lightning_zero.optimizer.toys import StateBytes, state_bytes, whole_state_bytes, wraps_states
+from lightning_zero.optimizer.toys import StateBytes, state_bytes, whole_state_bytes
 from lightning_zero.optimizer.unit_step import RoundedStep, UnitStep
 from lightning_zero.optimizer.watch import verdict_of
 from lightning_zero.optimizer.whole_step import owners_of

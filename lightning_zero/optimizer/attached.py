@@ -77,7 +77,7 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class Announced(functools.partial[Any]):
-    """A function that stands in the place of a method of a user's object.
+    """A function that stands in the place of a method of a user's object until :meth:`remove`.
 
     Copies of the object have the method that was there: its own, or else that of its class.
     """
@@ -86,21 +86,30 @@ class Announced(functools.partial[Any]):
     def put(cls, owner: Any, name: str, function: Callable[..., Any], *args: Any) -> Announced:
         """Put a function in the place of ``owner.name``."""
         made = cls(function, *args)
-        before = vars(owner).get(name)
-        made.place, made.own = (owner, name), before
-        if isinstance(before, Announced):
-            made.own = before.own
+        made.place, made.before = (owner, name), vars(owner).get(name)
         setattr(owner, name, made)
         return made
 
     place: tuple[Any, str]
-    own: Any
+    before: Any
+
+    @property
+    def own(self) -> Any:
+        """The method that the user has put on the object, if any."""
+        return self.before.own if isinstance(self.before, Announced) else self.before
 
     def __reduce__(self) -> Any:
         if self.own is not None:
             return operator.getitem, ((self.own,), 0)
         # The copy of an owner is being made, and has no attributes yet that hide its methods.
         return getattr, self.place
+
+    def remove(self) -> None:
+        """Restore what was there, unless the user has replaced it since."""
+        owner, name = self.place
+        if vars(owner).get(name) is self:
+            del vars(owner)[name]
+            vars(owner).update({} if self.before is None else {name: self.before})
 
 
 class Removable(Protocol):
@@ -110,34 +119,23 @@ class Removable(Protocol):
         """Uninstall it."""
 
 
-class Around:
-    """A function that replaces a method of an optimizer until :meth:`remove`.
+def put_around(
+    holder: Optimizer, name: str, function: Callable[..., Any], optimizer: Optimizer
+) -> list[Announced]:
+    """Put a function in the place of a method of an optimizer, or of one within it, if it has it.
 
     It is called with the optimizer and the replaced method: one that the user has put on the
-    object, or that of its class as it is then.
+    object, or that of its class as it is then. A wrapper may call it for itself.
     """
 
-    def __init__(
-        self, holder: Optimizer, name: str, call: Callable[..., Any], optimizer: Optimizer
-    ) -> None:
-        self._holder, self._name, self._function = holder, name, call
-        self._optimizer = optimizer
-        self._own = {name: vars(holder)[name]} if name in vars(holder) else {}
-        self._put: Announced | None = None
-        if callable(getattr(type(holder), name, None)) or self._own:
-            self._put = Announced.put(holder, name, self.call, holder)
+    def call(who: Any, *args: Any, **kwargs: Any) -> Any:
+        own = put.before if who is holder else None
+        return function(optimizer, own or _method_of(who, name), *args, **kwargs)
 
-    def call(self, who: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the function for ``who``, the optimizer or a wrapper with the same methods."""
-        method = self._own.get(self._name) if who is self._holder else None
-        method = method or _method_of(who, self._name)
-        return self._function(self._optimizer, method, *args, **kwargs)
-
-    def remove(self) -> None:
-        """Restore the object's own method, unless the user has replaced it since."""
-        if self._put is not None and vars(self._holder).get(self._name) is self._put:
-            del vars(self._holder)[self._name]
-            vars(self._holder).update(self._own)
+    if not callable(getattr(holder, name, None)):
+        return []
+    put = Announced.put(holder, name, call, holder)
+    return [put]
 
 
 def _method_of(who: Any, name: str) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer.attached import METHODS, Around, Removable, with_inner
+from lightning_zero.optimizer.attached import METHODS, Removable, put_around, with_inner
 from lightning_zero.optimizer.known import Way, may_step_in_batches
 from lightning_zero.optimizer.pieces import FindPiece, held_by, is_whole_state, pieces_of_groups
 from lightning_zero.optimizer.steppers import Stepper, stepper_of, take_over
@@ -25,36 +25,11 @@ from lightning_zero.tensors import internals, runs_outside
 
 
 class _Arguments(dict[str, Any]):
-    """The keyword arguments of a step, which torch holds until the step ends."""
+    """The keyword arguments of the user's call of ``step``, which torch holds until it ends."""
 
 
-class _StepCall:
-    """The user's call of ``step``, and the calls of base classes' steps within it.
-
-    Torch calls an optimizer's hooks for each of them.
-
-    Attributes:
-        is_begun: Whether masters may change.
-        depth: The number of base classes' steps that are under way.
-        closure: What the optimizer was given in place of the user's closure, if there is one.
-    """
-
-    def __init__(self) -> None:
-        self.is_begun = False
-        self.depth = 0
-        self.closure: Callable[[], Any] | None = None
-        self._arguments: Callable[[], _Arguments | None] = lambda: None
-
-    def keep(self, kwargs: dict[str, Any]) -> _Arguments:
-        """Return the keyword arguments for the call."""
-        kept = _Arguments(kwargs)
-        self._arguments = weakref.ref(kept)
-        return kept
-
-    @property
-    def is_held(self) -> bool:
-        """Return whether torch, or a traceback, still holds the arguments."""
-        return self._arguments() is not None
+class _OfBase(dict[str, Any]):
+    """The keyword arguments of a base class's step within it, for which torch calls hooks too."""
 
 
 class OptimizerHooks:
@@ -105,29 +80,28 @@ class OptimizerHooks:
         self._stepper.attach(comm)
         self._members: list[Parameter] = []
         self._pieces: list[Piece] = []
-        self._call = _StepCall()
+        # Whether masters may change, in the user's call of these arguments; an error may end it.
+        self._is_begun = False
+        self._closure: Callable[[], Any] | None = None
+        self._arguments: Callable[[], _Arguments | None] = lambda: None
         self._point(optimizer)
+        functions: list[Callable[..., Any]] = [
+            *(self.change, self.change, self._load, self._zero_grad),
+            *(self._of_whole, self._of_whole),
+        ]
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             # The user's hooks may read and change weights, so they run outside of the step.
-            internals.hook_first(self._after_call, optimizer),
-            Around(optimizer, "register_step_pre_hook", self._register, optimizer),
+            internals.hook_first(self._after_step, optimizer),
+            *put_around(optimizer, "register_step_pre_hook", self._register, optimizer),
             *(
-                Around(holder, name, call, optimizer)
+                put
                 for holder in with_inner(optimizer)
-                for name, call in zip(METHODS, self._calls, strict=True)
+                for name, function in zip(METHODS, functions, strict=True)
+                for put in put_around(holder, name, function, optimizer)
             ),
             self._stepper,
         ]
-
-    @property
-    def _calls(self) -> list[Callable[..., Any]]:
-        """Return the functions that are called instead of :data:`METHODS`, in their order.
-
-        Each takes the optimizer and the method.
-        """
-        whole = self._of_whole
-        return [self.change, self.change, self._load, self._zero_grad, whole, whole]
 
     def _register(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
@@ -155,8 +129,7 @@ class OptimizerHooks:
         of_ranks = self._comm.control.gather_objects(own)
         if isinstance(found, Exception):
             raise found
-        failed = next((one for one in of_ranks if isinstance(one, str)), None)
-        if failed is not None:
+        for failed in (one for one in of_ranks if isinstance(one, str)):
             raise ValueError(f"Another rank cannot step {type(optimizer).__name__}: {failed}")
         return slowest(of_ranks)
 
@@ -205,11 +178,11 @@ class OptimizerHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Take in new groups, and make the closure run before masters may change."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if self._is_under_way(closure):
-            self._call.depth += 1
-            return args, kwargs
+        is_of_base = self._is_under_way if closure is None else closure is self._closure
+        if is_of_base:
+            return args, _OfBase(kwargs)
         self._stepper.check()
-        self._call = _StepCall()
+        self._is_begun, self._closure, self._arguments = False, None, lambda: None
         self._point(optimizer)
         is_early = self._stepper.steps_before_call
         if is_early and not internals.is_called_last(self._before_step, optimizer):
@@ -217,41 +190,42 @@ class OptimizerHooks:
                 f"A step pre-hook of {type(optimizer).__name__} would run after units have been"
                 " stepped. Register it with the optimizer's own register_step_pre_hook()."
             )
+        if closure is not None:
+            # What it takes from groups and states before it calls the closure it may use later.
+            self._stepper.hide()
+        if closure is None or not self.verdict.waits_for_closure:
+            self._begin(optimizer)
+        kept = _Arguments(kwargs)
+        self._arguments = weakref.ref(kept)
         if closure is None:
-            self._begin(optimizer)
-            return args, self._call.keep(kwargs)
-        # What it takes from groups and states before it calls the closure it may use later.
-        self._stepper.hide()
-        if not self.verdict.waits_for_closure:
-            self._begin(optimizer)
+            return args, kept
 
         def closure_and_begin() -> Any:
             self._end()
             result = self._stepper.mean_of(closure())
             # A step within this one may have had the closure, wrapped in another.
-            if not self._call.is_begun:
+            if not self._is_begun:
                 self._point(optimizer)
                 self._begin(optimizer)
             return result
 
-        self._call.closure = closure_and_begin
-        return (args[0], *args[2:]), self._call.keep({**kwargs, "closure": closure_and_begin})
+        self._closure = kept["closure"] = closure_and_begin
+        return (args[0], *args[2:]), kept
 
-    def _is_under_way(self, closure: Callable[[], Any] | None) -> bool:
-        """Return whether a step calls its base class's step, for which torch calls hooks again."""
-        if closure is not None:
-            return closure is self._call.closure
-        # Not so after a step that an exception ended: torch has let go of its arguments, or, if
-        # somebody keeps the traceback, gradients have arrived since.
-        is_held = self._call.is_begun and self._call.is_held
+    @property
+    def _is_under_way(self) -> bool:
+        """Return whether masters may change.
+
+        Not after a step that an exception ended: torch has let go of its arguments, or, if somebody
+        keeps the traceback, gradients have arrived since.
+        """
+        is_held = self._is_begun and self._arguments() is not None
         return is_held and not have_new(self._pieces)
 
-    def _after_call(self, *_: Any) -> None:
-        """End the step, unless a part of it has ended."""
-        if self._call.depth:
-            self._call.depth -= 1
-        else:
-            self._call.closure = None
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        """End the user's call."""
+        if not isinstance(kwargs, _OfBase):
+            self._closure = None
             self._end()
 
     @runs_outside
@@ -260,13 +234,13 @@ class OptimizerHooks:
         begin_step(self._pieces, type(optimizer).__name__)
         self._before()
         self._stepper.hide()
-        self._call.is_begun = True
+        self._is_begun = True
         self._stepper.begin()
 
     @runs_outside
     def _end(self) -> None:
         """Refresh the weights, if the optimizer could have changed masters."""
-        is_begun, self._call.is_begun = self._call.is_begun, False
+        is_begun, self._is_begun = self._is_begun, False
         if is_begun:
             self._stepper.end()
         self._stepper.show()
@@ -277,19 +251,14 @@ class OptimizerHooks:
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``train`` or ``eval`` of a schedule-free optimizer, which swaps weights."""
-        if self._call.is_begun:
+        if self._is_under_way:
             return method(*args, **kwargs)
         self._stepper.check()
         self._point(optimizer)
         self._begin(optimizer)
-        try:
-            result = method(*args, **kwargs)
-        except BaseException:
-            if self._stepper.is_torn:
-                self._call.is_begun = False
-            else:
-                self._end()
-            raise
+        kept = _Arguments()
+        self._arguments = weakref.ref(kept)
+        result = method(*args, **kwargs)
         self._end()
         return result
 
@@ -333,7 +302,7 @@ class OptimizerHooks:
         This rank's piece may be empty or stepped elsewhere.
         """
         drops = kwargs.get("set_to_none", args[0] if args else True)
-        if not self._call.is_begun:
+        if not self._is_under_way:
             if drops and getattr(method, "__func__", None) is Optimizer.zero_grad:
                 drop(self._pieces)  # without visiting each parameter
             return method(*args, **kwargs)

@@ -6,7 +6,6 @@ installed packages. A class in no row is tried on toy parameters (``watch.py``).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -127,22 +126,14 @@ def _unhooked(step: Any) -> Any:
 
 
 def is_patched(cls: Any) -> bool:
-    """Return whether the ``step`` of a class was replaced, as by a mock or a profiler.
+    """Return whether the ``step`` of a class was replaced by a package other than its own.
 
-    Its code is then neither in the file of the class's other methods nor in its package.
+    As by a mock or a profiler, which may count the calls.
     """
     owner = next(one for one in cls.__mro__ if "step" in vars(one))
-    code = getattr(_unhooked(cls.step), "__code__", None)
-    if code is None:
-        return True
-    own = {key: value for key, value in vars(owner).items() if key != "step"}
-    others = [getattr(value, "__code__", None) for value in own.values()]
-    files = {other.co_filename for other in others if other is not None}
-    package = sys.modules.get(owner.__module__.partition(".")[0])
-    folders = [*torch.__path__, *getattr(package, "__path__", ())]
-    of_class = getattr(sys.modules.get(owner.__module__), "__file__", code.co_filename)
-    is_near = code.co_filename in (files or {of_class})
-    return not is_near and not code.co_filename.startswith(tuple(folders))
+    made_in = getattr(_unhooked(cls.step), "__globals__", {}).get("__name__", "")
+    packages = {one.partition(".")[0] for one in ("torch", owner.__module__)}
+    return made_in.partition(".")[0] not in packages
 
 
 def known_way(optimizer: Optimizer) -> Way | None:
@@ -164,26 +155,9 @@ def may_step_in_batches(optimizer: Optimizer) -> bool:
     return known_class(cls) == ("torch.optim", Way.BY_ELEMENT) and not is_patched(cls)
 
 
-_NUMBERS: dict[str, tuple[int, int]] = {
-    "ASGD": (1, 3), "Adadelta": (2, 1), "Adagrad": (1, 1), "Adam": (2, 1), "AdamW": (2, 1),
-    "Adamax": (2, 1), "NAdam": (2, 2), "RAdam": (2, 1), "RMSprop": (1, 1), "Rprop": (2, 1),
-    "SGD": (0, 0),
-}  # fmt: skip
-"""The tensors of a parameter's shape, and the single numbers, in the states of torch's classes."""
-
-
-def state_entries(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return a state's tensors of a parameter's shape, and its single numbers, if known."""
-    cls: type = type(optimizer)
-    if (known := known_class(cls)) is None or known.package != "torch.optim":
-        return None
-    name = next(one.__name__ for one in cls.__mro__ if one.__module__.startswith("torch.optim."))
-    if name not in _NUMBERS:
-        return None
-    of_shape, numbers = _NUMBERS[name]
-    if name in ("SGD", "RMSprop"):
-        of_shape += bool(group["momentum"]) + bool(group.get("centered"))
-    return of_shape + bool(group.get("amsgrad")), numbers
+def wraps_states(cls: type) -> bool:
+    """Return whether a class is known to keep states in tensors that wrap others."""
+    return (known := known_class(cls)) is not None and known.package == "torchao"
 
 
 def table() -> Iterator[tuple[str, Way, str]]:

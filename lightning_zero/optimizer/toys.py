@@ -10,28 +10,27 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.attached import OfOptimizer, bare, options_of
-from lightning_zero.optimizer.known import state_entries
-from lightning_zero.optimizer.pieces import parameter_of
-from lightning_zero.optimizer.steppers import members, stepper_of
-from lightning_zero.parameters import Piece
+from lightning_zero.optimizer.known import is_patched
+from lightning_zero.optimizer.pieces import held_by, parameter_of, with_entries
+from lightning_zero.optimizer.steppers import stepper_of
 from lightning_zero.tensors import bytes_held, internals, is_wrapper, without_draws
 
 Toys = Mapping[int, Sequence[tuple[Parameter, Parameter]]]
 """Toys by the index of their param group, each with the parameter that it stands for."""
 
 
-class CannotCopy(Exception):
-    """The optimizer holds something that a copy cannot have."""
+class CannotCopy(ValueError):
+    """The optimizer holds something that a copy cannot have, or must not be copied."""
 
 
 @contextlib.contextmanager
@@ -68,23 +67,15 @@ def copy_of(optimizer: Any, toys: Toys) -> Optimizer:
     """
     original = bare(optimizer)
     _check(original)
-    groups = original.param_groups
-    memo: dict[Any, Any] = {}
-    for index, group in enumerate(groups):
-        pairs = toys.get(index) or next(iter(toys.values()))
-        memo.update({id(parameter): pairs[0][1] for parameter in group["params"]})
-    # The first toy of a parameter is what all that refers to the parameter gets.
+    groups, made = original.param_groups, type(original).__new__(type(original))
+    memo: dict[Any, Any] = {id(original): made}
     pairs = [pair for each in toys.values() for pair in each]
-    memo.update({id(parameter): toy for parameter, toy in reversed(pairs)})
-    made = type(original).__new__(type(original))
-    memo[id(original)] = made
     try:
         memo[id(groups)] = [_copy_group(groups[index], toys[index], memo) for index in toys]
+        memo[id(original.state)] = _copy_states(original.state, pairs, memo)
         for name, value in vars(original).items():
             if _holds_hooks(name):
                 vars(made)[name] = OrderedDict()
-            elif name == "state":
-                vars(made)[name] = _copy_states(value, pairs, memo)
             elif not _is_ours(original, name):
                 vars(made)[name] = copy.deepcopy(value, memo)
     except CannotCopy:
@@ -95,7 +86,7 @@ def copy_of(optimizer: Any, toys: Toys) -> Optimizer:
 
 
 def _check(optimizer: Optimizer) -> None:
-    numbers = {id(parameter_of(p)) for group in optimizer.param_groups for p in group["params"]}
+    ids = {id(parameter_of(member)) for member in held_by(optimizer)}
     for one in held_by_attributes(optimizer):
         if isinstance(one, Optimizer):
             raise CannotCopy("steps another optimizer inside it")
@@ -105,21 +96,21 @@ def _check(optimizer: Optimizer) -> None:
             raise CannotCopy("refers to parameters outside of its param groups")
         if isinstance(one, Tensor) and one.numel() > 1:
             raise CannotCopy("keeps tensors outside of its states")
-        if isinstance(one, int) and one in numbers:
+        if isinstance(one, int) and one in ids:
             raise CannotCopy("knows parameters by their id()")
 
 
 def held_by_attributes(optimizer: Optimizer) -> Iterator[Any]:
     """Yield what an optimizer holds, other than in its groups and states.
 
-    Tensors, modules, numbers and other optimizers, also those in objects, closures and generators
-    that its attributes refer to.
+    Tensors, modules, numbers and other optimizers, also those in objects and closures that its
+    attributes refer to.
     """
-    own = [optimizer, optimizer.state, optimizer.param_groups, *optimizer.param_groups]
-    own += [group["params"] for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    own = [optimizer, optimizer.state, groups, *groups, *(group["params"] for group in groups)]
     seen = {id(one): one for one in own}
     found = [value for name, value in vars(optimizer).items() if not _is_ours(optimizer, name)]
-    found += [group[key] for group in optimizer.param_groups for key in options_of(group)]
+    found += [group[key] for group in groups for key in options_of(group)]
     while found:
         one = found.pop()
         if id(one) in seen or isinstance(one, _OPAQUE):
@@ -129,8 +120,6 @@ def held_by_attributes(optimizer: Optimizer) -> Iterator[Any]:
             yield one
         elif isinstance(one, FunctionType):
             found += [*(one.__closure__ or ()), *(one.__defaults__ or ())]
-        elif isinstance(one, GeneratorType):
-            found += one.gi_frame.f_locals.values() if one.gi_frame else ()
         else:
             found += gc.get_referents(one)
 
@@ -158,6 +147,8 @@ def _copy_group(
 ) -> dict[str, Any]:
     own = [toy for _, toy in pairs]
     copied = {key: copy.deepcopy(value, memo) for key, value in options_of(group).items()}
+    if not copied.get("lr", 1):
+        copied["lr"] += 1  # a schedule may begin at zero, with which all steps are alike
     if copied.get("fused"):
         copied["fused"] = False  # one operation, by the same numbers but for rounding
     if all(toy.device.type == "cpu" for toy in own) and copied.get("capturable"):
@@ -182,27 +173,22 @@ def _copy_states(
     for parameter, toy in pairs:
         entries = states.get(parameter)
         if isinstance(entries, Mapping):
-            # A memo each, as toys share no entries; torch keeps copied storages in `memo["torch"]`.
-            entry = partial(
-                _toy_entry, parameter, toy, {**memo, "torch": {**memo.get("torch", {})}}
-            )
-            copied[toy] = {key: tree_map(partial(entry, key), one) for key, one in entries.items()}
+            copied[toy] = with_entries(entries, partial(_toy_entry, parameter, toy))
     return copied
 
 
-def _toy_entry(parameter: Tensor, toy: Tensor, memo: dict[Any, Any], name: str, value: Any) -> Any:
-    is_number = (
-        isinstance(value, Tensor) and not value.dim() and (parameter.dim() or name == "step")
-    )
-    if not isinstance(value, Tensor) or is_number:
-        return copy.deepcopy(value, memo)
-    if is_wrapper(value) or value.shape != parameter.shape:
-        raise CannotCopy("already has a state whose shape is not that of its parameter")
-    if value.numel() and value.device.type != "meta":
+def _toy_entry(parameter: Tensor, toy: Tensor, name: str, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    if value.shape == parameter.shape and name != "step" and not is_wrapper(value):
         dtype = toy.dtype if value.dtype is parameter.dtype else value.dtype
-        number = value.detach().reshape(-1)[:1].to(toy.device, dtype)
-        return number.expand(toy.numel()).reshape(toy.shape).clone()
-    return torch.zeros(toy.shape, dtype=value.dtype, device=toy.device)
+        if value.is_meta or not value.numel():
+            return torch.zeros(toy.shape, dtype=dtype, device=toy.device)
+        first = value.detach().reshape(-1)[:1].to(toy.device, dtype)
+        return first.expand(toy.numel()).reshape(toy.shape).clone()
+    if value.numel() != 1:
+        raise CannotCopy("already has a state whose shape is not that of its parameter")
+    return value.detach().clone()
 
 
 # -- sizes of states -------------------------------------------------------------------------------
@@ -224,12 +210,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:
-    """Return the size of a parameter's state: torch's by a table, others' by stepping a toy."""
-    if (entries := state_entries(bare(optimizer), group)) is not None:
-        per_element, numbers = entries
-        return StateBytes(
-            per_element * dtype.itemsize, numbers * torch.get_default_dtype().itemsize
-        )
+    """Return the size of a parameter's state, by stepping a toy."""
     toy = Parameter(torch.zeros(_TOY_NUMEL, dtype=dtype))
     tensors = _tensors_of(optimizer, group, toy)
     per_element = sum(value.element_size() for value in tensors if value.shape == toy.shape)
@@ -244,8 +225,6 @@ def whole_state_bytes(
     Raises:
         ValueError: Only the optimizer's real steps can tell.
     """
-    if state_entries(bare(optimizer), group) is not None:
-        return state_bytes(optimizer, group, dtype).of(math.prod(shape))
     try:
         meta = Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
         return sum(bytes_held(value) for value in _tensors_of(optimizer, group, meta))
@@ -266,27 +245,11 @@ def whole_state_bytes(
     )
 
 
-def wraps_states(optimizer: Optimizer) -> bool:
-    """Return whether the largest parameter's state, if kept whole, has tensors that wrap others."""
-    pieces = [one for one in members(optimizer) if isinstance(one, Piece)]
-    if not (stepper_of(optimizer).is_whole and pieces):
-        return False
-    largest = max(pieces, key=lambda piece: piece.range.slot.numel)
-    of_toy = [
-        group
-        for group in bare(optimizer).param_groups
-        if any(parameter_of(member) is largest.parameter for member in group["params"])
-    ]
-    toy = Parameter(torch.empty(largest.range.slot.shape, dtype=largest.dtype, device="meta"))
-    try:
-        return any(map(is_wrapper, _tensors_of(optimizer, of_toy[0], toy)))
-    except Exception:
-        return False  # it reads values; a save will tell
-
-
 def _tensors_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:
     """Return the tensors in the state of ``toy`` after two steps of a copy in the group."""
     original = bare(optimizer)
+    if is_patched(type(original)):  # its calls may be counted
+        raise CannotCopy(f"{type(original).__name__} has a `step` that was replaced")
     number = next(n for n, other in enumerate(original.param_groups) if other is group)
     with stepper_of(original).holding_parts():
         stands_for = next(iter(original.param_groups[number]["params"]), toy)

@@ -499,7 +499,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
         name, what = type(optimizer).__name__, ""
         if stepper_of(optimizer).has_own_format:
             what = f"{name}.state_dict() has its own format"
-        elif wraps_states(optimizer):
+        elif wraps_states(type(optimizer)):
             what = f"{name} keeps states in tensors that wrap others"
         if what:
             raise ValueError(f"{what}, which checkpoint='dcp' cannot store. Use checkpoint='file'.")

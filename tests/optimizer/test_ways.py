@@ -23,7 +23,6 @@ from lightning_zero.memory import estimate
 from lightning_zero.optimizer import (
     UnitStep,
     Way,
-    state_bytes,
     verdict_of,
     whole_state_bytes,
 )
@@ -61,28 +60,6 @@ def test_the_trial_says_the_same_of_torchs(foreach: bool) -> None:
     for cls in set(ELEMENT_WISE) - {torch.optim.Rprop}:  # which writes by a mask
         optimizer = cls(mixed(), lr=0.01, foreach=foreach)  # type: ignore[call-arg]
         assert reason_against_elements(optimizer, lambda p: p) == ("", True)
-
-
-@pytest.mark.parametrize("cls", ELEMENT_WISE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_of_torchs_have_the_sizes_of_the_table(cls: Any, dtype: torch.dtype) -> None:
-    """Nothing is stepped to learn them."""
-    option_sets: list[dict[str, Any]] = [{}]
-    known = inspect.signature(cls).parameters
-    for name in ("momentum", "centered", "amsgrad"):
-        if name in known:
-            option_sets += [
-                {**one, name: 0.5 if name == "momentum" else True} for one in option_sets
-            ]
-    for options in option_sets:
-        p = nn.Parameter(torch.ones(24, dtype=dtype))
-        optimizer = cls([p], lr=0.01, **options)
-        with mock.patch.object(cls, "step", side_effect=AssertionError):
-            predicted = state_bytes(optimizer, optimizer.param_groups[0], dtype)
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        entries = [one for one in optimizer.state[p].values() if isinstance(one, Tensor)]
-        assert predicted.of(24) == sum(one.nbytes for one in entries), options
 
 
 def test_a_subclass_with_a_constructor_of_its_own_is_known() -> None:
@@ -254,21 +231,14 @@ class Stopping(Stepped):
 
 
 class Ruled(Stepped):
-    """Steps by a rule of ``p``, its gradient and the rate."""
+    """Steps by a rule of ``p``, its gradient and the rate, which a schedule begins at zero."""
 
     def __init__(self, params: Any, rule: Any) -> None:
-        super().__init__(params)
+        super().__init__(params, lr=0.0)
         self.rule = rule
 
     def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
         self.rule(p, grad, lr)
-
-
-def keep_the_last(p: Tensor, grad: Tensor, lr: float, kept: Any = {}) -> None:  # noqa: B006
-    """Add the last parameter's gradient."""
-    if "grad" in kept and kept["grad"].shape == grad.shape:
-        p.add_(kept["grad"], alpha=-lr)
-    kept["grad"] = grad.clone()
 
 
 def assign(p: Tensor, grad: Tensor, lr: float) -> None:
@@ -282,7 +252,7 @@ RULES: list[tuple[Any, str]] = [
         ),
         "mixes the elements",
     ),
-    (keep_the_last, "combines values"),
+    (lambda p, grad, lr: p.sub_(grad[:1] * lr), "(slice)"),
     (
         lambda p, grad, lr: p.mul_(1 - lr if p.ndim > 1 else 1.0).add_(grad, alpha=-lr),
         "differently from the whole",
@@ -290,12 +260,33 @@ RULES: list[tuple[Any, str]] = [
     (lambda p, grad, lr: p.add_(grad, alpha=-lr / p.numel()), "differently from the whole"),
     (
         lambda p, grad, lr: p.sub_(grad * (torch.arange(p.numel()).view(p.shape) % 2), alpha=lr),
-        "treats elements differently",
+        "reshapes",
     ),
     (lambda p, grad, lr: p.sub_(float(grad.numpy().sum()), alpha=lr), "on the host (numpy"),
-    (lambda p, grad, lr: p.sub_(grad, alpha=lr * random.random()), "draws random numbers"),
+    (lambda p, grad, lr: p.sub_(grad, alpha=lr * random.random()), "differently from the whole"),
+    (lambda p, grad, lr: p.sub_(torch.randn_like(grad), alpha=lr), "(randn_like)"),
     (assign, "replaces the data"),
 ]
+
+
+class CountingParameters(Stepped):
+    """Counts parameters with gradients, of which ranks have different numbers, as steps."""
+
+    count = 0
+
+    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+        self.count += 1
+        p.sub_(grad, alpha=lr / self.count)
+
+
+class ByLoss(Stepped):
+    def step(self, closure: Any = None) -> None:
+        loss = closure()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.sub_(p.grad, alpha=0.1 * loss.item())
+
+
 HIDING: list[tuple[Any, str]] = [
     *((functools.partial(Ruled, rule=rule), reason) for rule, reason in RULES),
     (Normalizing, "mixes the elements"),
@@ -303,15 +294,26 @@ HIDING: list[tuple[Any, str]] = [
     (Counting, "mean"),
     (Blind, "outside of its param groups"),
     (Twice, "closure more than once"),
+    (CountingParameters, "differently from the whole"),
+    (ByLoss, "on meta tensors"),
 ]
 
 
 def test_the_trial_is_not_fooled() -> None:
     for make, reason in HIDING:
         found = verdict_of(make(mixed()))
-        assert found.way is Way.ALL_AT_ONCE
+        assert found.way is Way.ALL_AT_ONCE, reason
         assert reason in found.reason
     assert verdict_of(Stepped(mixed())).way is Way.BY_ELEMENT
+
+
+def test_sizes_count() -> None:
+    class OfLarge(Stepped):
+        def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+            p.sub_(grad / grad.norm() if p.numel() >= 4096 else grad, alpha=lr)
+
+    for size, way in ((4, Way.BY_ELEMENT), (32, Way.ALL_AT_ONCE)):
+        assert verdict_of(OfLarge([nn.Parameter(torch.randn(size, size, 3, 3))])).way is way
 
 
 def test_groups_count() -> None:
@@ -365,15 +367,13 @@ def test_generators_of_devices_are_left_alone() -> None:
     assert fork.call_args.kwargs == {"device_type": "cuda"}
 
 
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, Stepped])
 @pytest.mark.parametrize("step", [mock.Mock(side_effect=AssertionError), eval("lambda *_: 1 / 0")])
-def test_a_class_whose_step_was_replaced_is_not_tried(cls: Any, step: Any) -> None:
-    optimizer = cls(mixed())
-    with mock.patch.object(cls, "step", step):
+def test_a_class_whose_step_was_replaced_is_not_tried(step: Any) -> None:
+    optimizer = torch.optim.AdamW(mixed())
+    with mock.patch.object(torch.optim.AdamW, "step", step):
         assert verdict_of(optimizer).way is Way.ALL_AT_ONCE
-        if cls is torch.optim.AdamW:
-            group = optimizer.param_groups[0]
-            assert whole_state_bytes(optimizer, group, (3, 2), torch.float32) == 52
+        with pytest.raises(ValueError, match="a `step` that was replaced"):
+            whole_state_bytes(optimizer, optimizer.param_groups[0], (3, 2), torch.float32)
     assert verdict_of(optimizer).way is Way.BY_ELEMENT
 
 

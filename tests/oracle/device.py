@@ -35,10 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm import control, transport
 from lightning_zero.optimizer import UnitStep
-from lightning_zero.optimizer.watch import leaves_of
 from lightning_zero.plan import Offload
 from lightning_zero.tensors import (
     HostCopies,
@@ -360,7 +360,7 @@ class Device(TorchDispatchMode):
             kinds = {"host"}
         known = set(map(_storage_of, given))
         result = func(*args, **kwargs)
-        leaves = leaves_of([result])
+        leaves = tree_leaves(result)
         made = [one for one in leaves if is_memory(one)]
         made = [one for one in made if _storage_of(one) not in known]
         for one in leaves if kinds != {"host"} and self.running is self.host else ():
@@ -575,7 +575,7 @@ def _roles(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor
     for key, value in (*enumerate(args), *kwargs.items()):
         is_written = key in numbers or key in names
         into = written if is_written else read
-        into.extend(one for one in leaves_of([value]) if is_memory(one))
+        into.extend(one for one in tree_leaves(value) if is_memory(one))
     return written, read
 
 
