@@ -38,7 +38,6 @@ from lightning_zero.comm.tensor_parallel import (
     pretended_mesh,
     reads_parts,
     share,
-    unwrapped,
     whole,
 )
 from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of

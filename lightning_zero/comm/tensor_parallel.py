@@ -12,7 +12,6 @@ parameter. Transformers resolves the plan and implements the styles, on DTensor.
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -87,21 +85,6 @@ def is_dtensor(value: Any) -> bool:
 def whole(value: Any) -> Any:
     """Return the whole tensor that a DTensor stands for, a collective, or any other value."""
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def unwrapped(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """Return this rank's part of a DTensor, and what makes a DTensor of one like it; or ``value``.
-
-    What a collective of torch's has yet to write is waited for. Autograd sees nothing of this.
-    """
-    part, wrap = value, None
-    if isinstance(value, DTensor):
-        # As DTensor does for results of its operations; public functions are for autograd.
-        part = value._local_tensor
-        wrap = functools.partial(DTensor, spec=value._spec, requires_grad=False)
-    if isinstance(part, AsyncCollectiveTensor):
-        part = part.trigger_wait()  # type: ignore[no-untyped-call]
-    return part, wrap
 
 
 class _LentDTensor(DTensor):

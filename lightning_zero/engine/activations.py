@@ -17,13 +17,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.comm import Pending, unwrapped
+from lightning_zero.comm import Pending
 from lightning_zero.engine.unit import Unit
 from lightning_zero.optimizer import Announced
 from lightning_zero.tensors import HostCopies, Work, internals
@@ -170,22 +170,19 @@ class ActivationOffload(Replacements):
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             return forward(*args, **kwargs)
 
-    def _pack(self, call: _Call, given: Tensor) -> Tensor | _View:
-        tensor, wrap = unwrapped(given)
+    def _pack(self, call: _Call, tensor: Tensor) -> Tensor | functools.partial[Tensor]:
         if not self._can_move(tensor):
-            return given
+            return tensor
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._least_bytes or storage._cdata in self._weights:
-            return given
+            return tensor
         saved = self._by_storage.get(storage._cdata)
-        # A DTensor changes its part beneath autograd, which counts its own version only.
-        version = wrap is None, given._version, tensor._version
         # Another storage may have taken its address, or this one may have been written to since.
-        if saved is None or saved.source() is not storage or saved.version != version:
-            saved = _Saved(call, tensor, self._copies, version)
+        if saved is None or saved.source() is not storage or saved.version != tensor._version:
+            saved = _Saved(call, tensor, self._copies)
             self._by_storage[storage._cdata] = saved
         place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return _View(saved, tensor.dtype, *place, wrap)
+        return functools.partial(saved.view, tensor.dtype, *place)
 
     def _can_move(self, tensor: Tensor) -> bool:
         """Return whether a storage on the device, shape and strides fully describe a tensor."""
@@ -216,9 +213,8 @@ class _Saved:
         call: The call in which it was first saved.
     """
 
-    def __init__(self, call: _Call, tensor: Tensor, copies: HostCopies, version: Any) -> None:
-        storage = tensor.untyped_storage()
-        self.source, self.version = weakref.ref(storage), version
+    def __init__(self, call: _Call, tensor: Tensor, copies: HostCopies) -> None:
+        self.source, self.version = weakref.ref(tensor.untyped_storage()), tensor._version
         self.call = call
         self._copies, self._device = copies, tensor.device
         self._on_host, self._landing = copies.storage_down(tensor, call)
@@ -233,8 +229,8 @@ class _Saved:
             work = self._copies.up(content, self._on_host, Pending, self._landing)
             self._fetched = content, work
 
-    def content(self) -> Tensor:
-        """Return the bytes on the device, and prefetch what backward needs next."""
+    def view(self, dtype: torch.dtype, *place: Any) -> Tensor:
+        """Return a view of the content on the device, and prefetch what backward needs next."""
         self._copies.release_sources(self.call)  # its forward is over
         self.call.fetch()
         before = self.call.before() if self.call.before is not None else None
@@ -244,7 +240,8 @@ class _Saved:
         content, work = self._fetched
         work.wait()
         self._is_awaited = True
-        return content
+        whole = content[: len(content) // dtype.itemsize * dtype.itemsize].view(dtype)
+        return whole.as_strided(*place)
 
     def __del__(self) -> None:
         # Fetched and never used: computation may reuse its memory only once it has been written.
@@ -252,23 +249,5 @@ class _Saved:
             self._fetched[1].wait()
 
 
-class _View(NamedTuple):
-    """A tensor that autograd saved, as a view of its storage; ``wrap`` makes it a DTensor."""
-
-    saved: _Saved
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    wrap: Callable[[Tensor], Tensor] | None
-
-    def tensor(self) -> Tensor:
-        content = self.saved.content()
-        num_whole = len(content) // self.dtype.itemsize * self.dtype.itemsize
-        whole = content[:num_whole].view(self.dtype)
-        part = whole.as_strided(self.shape, self.stride, self.offset)
-        return part if self.wrap is None else self.wrap(part)
-
-
-def _unpack(saved: Tensor | _View) -> Tensor:
-    return saved.tensor() if isinstance(saved, _View) else saved
+def _unpack(saved: Tensor | functools.partial[Tensor]) -> Tensor:
+    return saved() if isinstance(saved, functools.partial) else saved
