@@ -230,7 +230,6 @@ class Saver:
         self._background: Control | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._running: list[Future[None]] = []
-        self._agreed: dict[str, str] = {}
         weakref.finalize(self, _end, self._running)
 
     @runs_outside
@@ -249,8 +248,7 @@ class Saver:
         ``kind`` is the format, a file by default.
         """
         self.wait()
-        path = self._agree(path)
-        save = kind(checkpoint, path, self.control, provenance)
+        save = kind(checkpoint, self.control.broadcast_object(path), self.control, provenance)
         if not in_background:
             save.run()
             return
@@ -258,16 +256,6 @@ class Saver:
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         save.detach(self._background)
         self._running.append(self._executor.submit(save.run))
-
-    def _agree(self, path: str) -> str:
-        agreed: str = self.control.broadcast_object(path)
-        if agreed != path:
-            self._agreed[path] = agreed
-        return agreed
-
-    def path_of(self, path: str) -> str:
-        """Return the path to which this rank's ``path`` was saved, which is that of rank 0."""
-        return self._agreed.get(path, path)
 
     def remove(self, path: str) -> None:
         """Remove a checkpoint once the running save, if any, has succeeded."""

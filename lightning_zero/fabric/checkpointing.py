@@ -107,8 +107,7 @@ class Checkpoints:
         """
         self.saver.wait()
         if writes_files(plugin):
-            own = self.saver.path_of(str(path))
-            return load(own, self.control, weights_only=weights_only in (None, True))
+            return load(str(path), self.control, weights_only=weights_only in (None, True))
         return plugin.load_checkpoint(
             path, **({} if weights_only is None else {"weights_only": weights_only})
         )

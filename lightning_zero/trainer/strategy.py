@@ -566,9 +566,9 @@ class ZeROStrategy(Sharding, DDPStrategy):
             given = {} if weights_only is None else {"weights_only": weights_only}
             return super().load_checkpoint(checkpoint_path, **given)
         self._agree_to_load(str(checkpoint_path))
-        path = self._run.path = self._checkpoints.saver.path_of(str(checkpoint_path))
-        checkpoint = self._checkpoints.load(path, self._plugins[-1], weights_only)
-        held = checkpoint if isinstance(checkpoint, dict) else {}
+        path = self._run.path = str(checkpoint_path)
+        loaded: Any = self._checkpoints.load(checkpoint_path, self._plugins[-1], weights_only)
+        held: dict[str, Any] = loaded if isinstance(loaded, dict) or not self._writes_files else {}
         if not self._writes_files:
             return held
         if are_safetensors(Path(path)) and not self._is_fitting:
