@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.oracle.forks import share_servers
+from tests.oracle.forks import server
 
 if TYPE_CHECKING:
     from tests.oracle.ranks import Pools
@@ -82,8 +82,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     _let_go_of_locks()
-    if getattr(config.option, "dist", "no") != "no" and not hasattr(config, "workerinput"):
-        share_servers()
+    if hasattr(config, "workerinput"):  # they import while tests are collected
+        server(0), server(1)
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
 

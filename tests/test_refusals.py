@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
@@ -24,10 +25,12 @@ from lightning_zero import ZeROPrecision, ZeROStrategy, estimate, fabric
 from lightning_zero.plan import CURES
 from tests.cases.optimizers import Made, Wrapped
 from tests.cases.tensor_parallel import SIZES
+from tests.cases.tensor_parallel import cut as cut_in_fabric
 from tests.oracle.eight_bits import quantize
 from tests.oracle.models import Block
 from tests.oracle.projects import WIDTH, Regression, make_trainer, rows
 from tests.oracle.ranks import Pools
+from tests.oracle.tensor_parallel import GPT
 
 
 def strategy(*args: Any, **settings: Any) -> Callable[[], Any]:
@@ -260,6 +263,14 @@ def find_batch_sizes(verb: str) -> Callable[[], Any]:
     return fit(verb=verb, callbacks=[BatchSizeFinder])
 
 
+def set_up_with_an_optimizer_of_old_parameters() -> None:
+    ours: Any = fabric.ZeROStrategy(3, tensor_parallel_size=2, parallelize_fn=cut_in_fabric)
+    loop = Fabric(accelerator="cpu", devices=2, strategy=ours)
+    loop.launch()
+    net = GPT()
+    loop.setup(net, torch.optim.AdamW(net.parameters()))
+
+
 V, T, R, E = ValueError, TypeError, RuntimeError, Exception
 REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # Arguments.
@@ -328,6 +339,7 @@ OF_TWO: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "cut, averages": (cut("cut", callbacks=[EMAWeightAveraging]), V, "EMAWeightAveraging averages whole weights, which no rank has"),
     "cut, a plan": (cut("plan"), V, "has a `tp_plan`, but is no model of a Transformers version"),
     "cut, no plan for norms": (cut(HeadNorms, stage=1), R, r"The gradients of 4 parameters differ between the ranks(?s:.*)'net.model.layers.0.self_attn.q_norm.weight'(?s:.*)SequenceParallel"),
+    "parameters that were replaced": (set_up_with_an_optimizer_of_old_parameters, V, "AdamW has parameters of no module that was set up. Create it after"),
     "all states of one rank": (asks(lambda o: o.state_dict(), optimizer=torch.optim.Adafactor), E, "the whole states of an optimizer of Adafactor"),
     "a state of one rank": (asks(lambda o: o.state[o.param_groups[0]["params"][0]]), E, "the whole states of an optimizer of Adam"),
     "the number of one rank": (asks(lambda o: len(o.state)), E, "the whole states of an optimizer of Adam"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import full_grad
-from tests.oracle.models import MODELS, Block
+from tests.oracle.models import MODELS, Block, Of, chained
 from tests.oracle.play import Player, case
 from tests.oracle.projects import Trace
 from tests.oracle.sharded import Stack, adamw, build, replicate, rows, sgd, shard, square, train
@@ -53,123 +53,91 @@ def of(loss: Callable[[nn.Module, Tensor], Tensor] = square) -> How:
     return lambda model, x: loss(model, x).backward()
 
 
-# ------------------------------------------------------------------------- kinds of saved tensors
+# ------------------------------------------------------------------------- models
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(6, 6)
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.rand(6))
 
 
 def unit(inner: Callable[[], nn.Module], reshape: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
     """A model with `inner` as a unit between two linears."""
 
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.ModuleList([nn.Linear(6, 6)])
-            self.inner = nn.ModuleList([inner()])
-            self.last = nn.ModuleList([nn.Linear(6, 6)])
+    def forward(m: Any, x: Tensor) -> Tensor:
+        y = m.inner[0](reshape(m.first[0](x)))
+        return m.last[0]((y[0] if isinstance(y, tuple) else y).reshape(-1, 6))
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.inner[0](reshape(self.first[0](x)))
-            y = y[0] if isinstance(y, tuple) else y
-            return self.last[0](y.reshape(-1, 6))
-
-    return Between
+    return lambda: Of(forward, first=[linear()], inner=[inner()], last=[linear()])
 
 
-class Layer(nn.Module):
-    """A block that may look at an encoder's output, and hands a bias on to those after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.look = nn.Linear(6, 6)
-
-    def forward(
-        self, x: Tensor, bias: Tensor | None = None, *, encoded: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        y = self.look(x if encoded is None else encoded)
-        bias = y.mean(0) if bias is None else bias
-        return x + torch.tanh(self.linear(x) + y + bias), bias
-
-
-class Translator(nn.Module):
+def translator() -> nn.Module:
     """As T5: every layer of the decoder is given the encoder's output, and the first's bias."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.encoder = nn.ModuleList([Layer() for _ in range(3)])
-        self.decoder = nn.ModuleList([Layer() for _ in range(4)])
+    def layer(m: Any, x: Tensor, bias: Tensor | None = None, *, encoded: Any = None) -> Any:
+        y = m.look(x if encoded is None else encoded)
+        bias = y.mean(0) if bias is None else bias
+        return x + torch.tanh(m.linear(x) + y + bias), bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        encoded, bias = self.stem(x), None
-        for layer in self.encoder:
-            encoded, bias = layer(encoded, bias)
-        x, bias = self.stem(x.flip(0)), None
-        for layer in self.decoder:
-            x, bias = layer(x, bias, encoded=encoded)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        encoded, bias = m.stem(x), None
+        for each in m.encoder:
+            encoded, bias = each(encoded, bias)
+        x, bias = m.stem(x.flip(0)), None
+        for each in m.decoder:
+            x, bias = each(x, bias, encoded=encoded)
         return x
 
-
-class LinearUnit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
+    layers = [Of(layer, linear=linear(), look=linear()) for _ in range(7)]
+    return Of(forward, stem=linear(), encoder=layers[:3], decoder=layers[3:])
 
 
-class OfUnits(nn.Module):
-    """A linear, and units of a class of its own."""
-
-    Unit: type[nn.Module]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([self.Unit() for _ in range(2)])
+def of_units(of_unit: Callable[..., Any], forward: Callable[..., Any]) -> Callable[[], nn.Module]:
+    """A linear, and two units that have one too."""
+    return lambda: Of(forward, stem=linear(), blocks=[Of(of_unit, linear=linear()) for _ in "12"])
 
 
-class Truncated(OfUnits):
-    """Units that cut what they are given off the graph, as recurrent ones do."""
-
-    class Unit(LinearUnit):
-        def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-            h, c = state
-            return self.linear(x) * h.detach_() + c
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x, (self.stem(x), self.stem(x) * 2))
-        return x
+def _truncate(m: Any, x: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
+    """Cut what is given off the graph, as recurrent units do."""
+    h, c = state
+    return m.linear(x) * h.detach_() + c
 
 
-class Forces(OfUnits):
-    """A unit that differentiates one of its inputs by the other."""
-
-    class Unit(LinearUnit):
-        def forward(self, energy: Tensor, position: Tensor) -> Tensor:
-            (force,) = torch.autograd.grad(energy.sum(), position, create_graph=True)
-            return self.linear(position) * force
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            position = self.stem(x)
-            x = block(position**3, position)
-        return x
+def _truncated(m: Any, x: Tensor) -> Tensor:
+    for block in m.blocks:
+        x = block(x, (m.stem(x), m.stem(x) * 2))
+    return x
 
 
-class TwoInPlace(OfUnits):
-    """Units that change one of two inputs in place, which are one tensor to some."""
+def _force(m: Any, energy: Tensor, position: Tensor) -> Tensor:
+    """Differentiate one of the inputs by the other."""
+    (force,) = torch.autograd.grad(energy.sum(), position, create_graph=True)
+    return m.linear(position) * force
 
-    class Unit(LinearUnit):
-        def forward(self, pair: tuple[Tensor, Tensor], kept: list[Tensor]) -> Tensor:
-            x, y = pair
-            kept.append(self.linear(y) if y is not x else y)
-            x += kept[-1]
-            return x
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, y, kept = self.stem(x), torch.tanh(self.stem(x)), list[Tensor]()
-        for unit in self.blocks:
-            x = unit((x, y), kept)
-        return self.blocks[0]((x, x), kept) + torch.stack(kept).sum(0)
+def _forces(m: Any, x: Tensor) -> Tensor:
+    for block in m.blocks:
+        position = m.stem(x)
+        x = block(position**3, position)
+    return x
+
+
+def _change_one(m: Any, pair: tuple[Tensor, Tensor], kept: list[Tensor]) -> Tensor:
+    """Change one of two inputs in place, which are one tensor to some."""
+    x, y = pair
+    kept.append(m.linear(y) if y is not x else y)
+    x += kept[-1]
+    return x
+
+
+def _two_in_place(m: Any, x: Tensor) -> Tensor:
+    x, y, kept = m.stem(x), torch.tanh(m.stem(x)), list[Tensor]()
+    for each in m.blocks:
+        x = each((x, y), kept)
+    return m.blocks[0]((x, x), kept) + torch.stack(kept).sum(0)
 
 
 class _Scale(torch.autograd.Function):
@@ -185,13 +153,8 @@ class _Scale(torch.autograd.Function):
         return grad * ctx.weight, (grad * x).sum(0)
 
 
-class CustomFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Scale.apply(x, self.weight)
+def custom_function() -> nn.Module:
+    return Of(lambda m, x: _Scale.apply(x, m.weight), weight=weight())
 
 
 # ----------------------------------------------------------------------------- ways of backward
@@ -269,38 +232,23 @@ def evaluation_between(model: nn.Module, x: Tensor) -> None:
 # -------------------------------------------------------------------- the end of unit backward
 
 
-class FrozenInside(nn.Module):
+def frozen_inside() -> nn.Module:
     """A unit whose last parameter's gradient comes before its first weight is used."""
 
-    class Layer(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-            self.gain = nn.Parameter(torch.rand(6), requires_grad=False)
-            self.bias = nn.Parameter(torch.rand(6))
+    def layer() -> nn.Module:
+        gain = weight().requires_grad_(False)
+        run = lambda m, x: (m.inner(x) * m.gain).tanh() * m.gain + m.bias  # noqa: E731
+        return Of(run, inner=linear(), gain=gain, bias=weight())
 
-        def forward(self, x: Tensor) -> Tensor:
-            return (self.inner(x) * self.gain).tanh() * self.gain + self.bias
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return chained(m.layers, x) * m.prompt
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.prompt = nn.Parameter(torch.rand(6))
-        self.layers = nn.ModuleList([self.Layer(nn.Linear(6, 6)), self.Layer(nn.Linear(6, 6))])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x * self.prompt
+    return Of(forward, prompt=weight(), layers=[layer(), layer()])
 
 
-class FrozenFirstLeafInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))])
-        self.layers[0][0].requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[0](x)
+def frozen_first() -> nn.Module:
+    layer = nn.Sequential(linear().requires_grad_(False), nn.Tanh(), linear())
+    return Of(lambda m, x: m.layers[0](x), layers=[layer])
 
 
 class RepeatedBorrowed(Stack):
@@ -314,43 +262,27 @@ class RepeatedBorrowed(Stack):
         return self.blocks[2](F.linear(x, self.blocks[0].linear.weight))
 
 
-class GivesWeightsAway(nn.Module):
+def gives_weights_away() -> nn.Module:
     """A unit returns its own weight and a view of it."""
 
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 6))
+    def table() -> nn.Module:
+        run = lambda m, x: (x @ m.weight, m.weight.t(), m.weight)  # noqa: E731
+        return Of(run, weight=nn.Parameter(torch.randn(6, 6)))
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            return x @ self.weight, self.weight.t(), self.weight
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x, view, given = m.tables[0](x)
+        x = m.blocks[0](x) @ view
+        y, _, _ = m.tables[1](x)
+        return m.blocks[1](y) * given.sum()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList([self.Table(), self.Table()])
-        self.blocks = nn.ModuleList([Block(6), Block(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, view, weight = self.tables[0](x)
-        x = self.blocks[0](x) @ view
-        y, _, _ = self.tables[1](x)
-        return self.blocks[1](y) * weight.sum()
+    return Of(forward, tables=[table(), table()], blocks=[Block(6), Block(6)])
 
 
-class SharedModule(nn.Module):
+def shared_module() -> nn.Module:
     """Two units hold the same module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shared = nn.Linear(6, 6)
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(6, 6), shared), nn.Sequential(shared, nn.Linear(6, 6))]
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
+    shared = linear()
+    layers = [nn.Sequential(linear(), shared), nn.Sequential(shared, linear())]
+    return Of(lambda m, x: m.layers[1](m.layers[0](x).tanh()).tanh(), layers=layers)
 
 
 class Checkpointed(Stack):
@@ -387,28 +319,14 @@ def checkpointed(around: str, *, reentrant: bool) -> Callable[[], nn.Module]:
     return make
 
 
-class InsideCheckpointed(nn.Module):
+def inside_checkpointed(reentrant: bool) -> nn.Module:
     """Units that checkpoint a part of themselves."""
 
-    class Layer(nn.Module):
-        def __init__(self, *, reentrant: bool) -> None:
-            super().__init__()
-            self.block, self.last = Block(6), nn.Linear(6, 6)
-            self.reentrant = reentrant
+    def layer(m: Any, x: Tensor) -> Tensor:
+        return m.last(checkpoint(m.block, x, use_reentrant=reentrant))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(checkpoint(self.block, x, use_reentrant=self.reentrant))
-
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.layers = nn.ModuleList([self.Layer(reentrant=reentrant) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    layers = [Of(layer, block=Block(6), last=linear()) for _ in range(2)]
+    return Of(lambda m, x: chained(m.layers, m.stem(x)), stem=linear(), layers=layers)
 
 
 class RankDependent(Stack):
@@ -431,7 +349,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], How, int]] = {
     "saved_linear_1d": (unit(lambda: nn.Linear(24, 24), lambda x: x.flatten()), of(), 2),
     "saved_linear_3d": (unit(lambda: nn.Linear(6, 6), lambda x: x.view(2, 2, 6)), of(), 2),
     "saved_conv1d": (unit(lambda: nn.Conv1d(4, 4, 3, padding=1)), of(), 2),
-    "saved_by_a_function": (unit(CustomFunction), of(), 2),
+    "saved_by_a_function": (unit(custom_function), of(), 2),
     "two_backwards": (Stack, two_backwards, 2),
     "touch_in_two_backwards": (Stack, touch_in_two_backwards, 2),
     "two_losses": (Stack, two_losses, 2),
@@ -442,21 +360,21 @@ CASES: dict[str, tuple[Callable[[], nn.Module], How, int]] = {
     "gradient_of_parameters": (Stack, gradient_of_parameters, 1),
     "adversarial_input": (Stack, adversarial_input, 2),
     "evaluation_between": (Stack, evaluation_between, 2),
-    "encoder_and_decoder": (Translator, of(), 3),
-    "two_in_place": (TwoInPlace, of(), 2),
-    "truncated": (Truncated, of(), 2),
-    "forces": (Forces, of(), 2),
-    "frozen_inside": (FrozenInside, of(), 2),
-    "frozen_inside_adversarial": (FrozenInside, adversarial_input, 2),
-    "frozen_first_leaf_input": (FrozenFirstLeafInput, adversarial_input, 2),
+    "encoder_and_decoder": (translator, of(), 3),
+    "two_in_place": (of_units(_change_one, _two_in_place), of(), 2),
+    "truncated": (of_units(_truncate, _truncated), of(), 2),
+    "forces": (of_units(_force, _forces), of(), 2),
+    "frozen_inside": (frozen_inside, of(), 2),
+    "frozen_inside_adversarial": (frozen_inside, adversarial_input, 2),
+    "frozen_first_leaf_input": (frozen_first, adversarial_input, 2),
     "repeated_borrowed": (RepeatedBorrowed, of(), 3),
-    "gives_weights_away": (GivesWeightsAway, of(), 3),
-    "shared_module": (SharedModule, of(), 2),
+    "gives_weights_away": (gives_weights_away, of(), 3),
+    "shared_module": (shared_module, of(), 2),
     "rank_dependent": (RankDependent, rank_dependent, 2),
 }
 for reentrant in (False, True):
     end = "_reentrant" * reentrant
-    inside = functools.partial(InsideCheckpointed, reentrant=reentrant)
+    inside = functools.partial(inside_checkpointed, reentrant)
     CASES[f"checkpoint_inside{end}"] = (inside, of(), 2)
     for around in ("units", "all", "nested"):
         CASES[f"checkpoint_{around}{end}"] = (checkpointed(around, reentrant=reentrant), of(), 3)

@@ -181,27 +181,16 @@ WARNS = {
     clear_all_states: f"{FRESH}0 (AdamW), 1 (Adafactor).",
     drop_the_last_optimizer: f"{FRESH}1 (Adafactor).",
 }
-AGAIN: dict[str, Any] = {
-    "max_epochs": 2,
-    "limit_train_batches": 2,
-    "save_at": 1,
-    "readers": ("again",),
-    "ulps": 64,
-}
-for edit in ON_LOAD:
-    case(
-        "checkpoints",
-        lambda e=edit: Edited(on_load=e),
-        f"load_{edit.__name__}",
-        warns=WARNS.get(edit, ""),
-        **AGAIN,
-    )
-for edit in (change_states, clear_all_states):  # by a callback, which comes when weights are loaded
-    case("checkpoints", Edited, f"callback_{edit.__name__}", moments={"on_load_checkpoint": edit},
-         warns=WARNS.get(edit, ""), **AGAIN)  # fmt: skip
-for edit, back in ON_SAVE:
-    case("checkpoints", lambda b=back: Edited(on_load=b), f"save_{edit.__name__}", moments={"on_save_checkpoint": edit},
-         warns=WARNS.get(edit, ""), **AGAIN)  # fmt: skip
+AGAIN: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 2, "save_at": 1, "readers": ("again",), "ulps": 64}  # fmt: skip
+EDITS: list[tuple[str, Any, dict[str, Any], Any]] = [
+    *((f"load_{edit.__name__}", partial(Edited, on_load=edit), {}, edit) for edit in ON_LOAD),
+    # By a callback, which comes when weights are loaded.
+    *((f"callback_{edit.__name__}", Edited, {"on_load_checkpoint": edit}, edit) for edit in (change_states, clear_all_states)),
+    *((f"save_{edit.__name__}", partial(Edited, on_load=back), {"on_save_checkpoint": edit}, edit) for edit, back in ON_SAVE),
+]  # fmt: skip
+# What a hook edits has no more to do with the stage: they take turns.
+for number, (name, module, moments, edit) in enumerate(EDITS):
+    case("checkpoints", module, name, moments=moments, warns=WARNS.get(edit, ""), stages=(3 - number % 3,), **AGAIN)  # fmt: skip
 
 
 class OtherNumber(Edited):
@@ -270,13 +259,7 @@ for read in (computed, copied, viewed, cast, changed_module):
     def keep(m: Any, checkpoint: Any, read: Any = read) -> None:
         checkpoint["read"] = read(m, checkpoint)
 
-    case(
-        "checkpoints",
-        Edited,
-        f"reads_{read.__name__}",
-        moments={"on_save_checkpoint": keep},
-        **AGAIN,
-    )
+    case("checkpoints", Edited, f"reads_{read.__name__}", moments={"on_save_checkpoint": keep}, **AGAIN)  # fmt: skip
 
 
 class ChangesInPlace(Edited):

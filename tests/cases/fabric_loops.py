@@ -18,23 +18,12 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.fabric import ZeROStrategy
+from tests.cases.optimizers import Normalized
 from tests.oracle.models import Block, Blocks
 from tests.oracle.play import Player, case
 from tests.oracle.projects import Trace
 
 WIDTH = 8
-
-
-class Normalized(torch.optim.SGD):
-    """An optimizer that must see whole gradients."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.div_(parameter.grad.norm() + 1e-6)
-        return super().step(closure)
 
 
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -264,13 +253,7 @@ for name, optimizer, how in (
     ("Normalized", Normalized, {}),
     ("in_files", torch.optim.AdamW, {"stages": (2, 3), "settings": (AWAY, {**AWAY, "offload_weights": "nvme"})}),
 ):  # fmt: skip
-    case(
-        "fabric",
-        name=f"fabric_together_{name}",
-        loop=partial(trained_together, optimizer),
-        ulps=64,
-        **how,
-    )
+    case("fabric", name=f"fabric_together_{name}", loop=partial(trained_together, optimizer), ulps=64, **how)  # fmt: skip
 
 
 @case("fabric", precisions=("16-mixed",), stages=(1, 2, 3))

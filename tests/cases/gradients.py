@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -253,14 +254,7 @@ class StepsLater(Overrides):
 
 ONCE: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 0.2, "data": lambda: (rows(12),)}
 case("gradients in hooks", Overrides, **ONCE, ulps=16)
-case(
-    "gradients in hooks",
-    Overrides,
-    "overrides_accumulating",
-    **ONCE,
-    accumulate_grad_batches=2,
-    ulps=16,
-)
+case("gradients in hooks", Overrides, "overrides_accumulating", **ONCE, accumulate_grad_batches=2, ulps=16)  # fmt: skip
 case("gradients in hooks", StepsLater, **ONCE, ulps=16)
 
 
@@ -313,15 +307,7 @@ class Scaled(Noted):
 
 
 for precisions in (("64-true", "bf16-mixed", "16-mixed"), ("32-true", "bf16-true", "16-true")):
-    case(
-        "precision",
-        Scaled,
-        f"scaled_{precisions[0]}",
-        **STEPS,
-        precisions=precisions,
-        stages=(1, 2, 3),
-        ulps=16,
-    )
+    case("precision", Scaled, f"scaled_{precisions[0]}", **STEPS, precisions=precisions, stages=(1, 2, 3), ulps=16)  # fmt: skip
 
 
 class Overflows(Scaled):
@@ -338,15 +324,8 @@ class Overflows(Scaled):
 
 
 for clip in ({}, {"gradient_clip_val": 0.5}):
-    case(
-        "precision",
-        Overflows,
-        f"overflows_{len(clip)}",
-        **STEPS,
-        **clip,
-        precisions=("16-mixed",),
-        stages=(1, 2, 3),
-    )
+    case("precision", Overflows, f"overflows_{len(clip)}", **STEPS, **clip, precisions=("16-mixed",),
+         stages=(1, 2, 3))  # fmt: skip
 
 
 class OwnClipping(Scaled):
@@ -379,15 +358,7 @@ CLIPS: list[tuple[Any, dict[str, Any]]] = [
     (ClipsMainParameters, {}),
 ]
 for number, (module, options) in enumerate(CLIPS):
-    case(
-        "clipping",
-        module,
-        f"clip_{number}",
-        **options,
-        max_steps=2,
-        precisions=("32-true", "16-mixed"),
-        ulps=16,
-    )
+    case("clipping", module, f"clip_{number}", **options, max_steps=2, precisions=("32-true", "16-mixed"), ulps=16)  # fmt: skip
 
 
 class Growing(Noted):
@@ -447,14 +418,7 @@ LOCAL = {"accumulate": "local"}
 POLICIES: list[dict[str, Any]] = [{}, LOCAL, {}, LOCAL, {"shard": 1}]
 for number, options in enumerate(WINDOWS):
     options |= {"data": lambda: (rows(16), rows(4, seed=1)), "ulps": 16, "moments": COUNTED}
-    case(
-        "accumulation",
-        Scheduled,
-        f"windows_{number}",
-        **options,
-        stages=(2, 2, 3, 3, 3),
-        settings=POLICIES,
-    )
+    case("accumulation", Scheduled, f"windows_{number}", **options, stages=(2, 2, 3, 3, 3), settings=POLICIES)  # fmt: skip
     case("accumulation", Scheduled, f"windows_{number}_at_stage_1", **options, stages=(1,))
 
 
@@ -464,9 +428,11 @@ for number, options in enumerate(WINDOWS):
 class Adversaries(LightningModule):
     """A generator and a discriminator with optimizers of their own, and a frozen teacher."""
 
-    def __init__(self) -> None:
+    automatic_optimization = False
+
+    def __init__(self, step: Callable[..., None] | None = None) -> None:
         super().__init__()
-        self.automatic_optimization = False
+        self.step = step
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             self.generator = Blocks(2, WIDTH)
@@ -477,6 +443,10 @@ class Adversaries(LightningModule):
 
     def forward(self, z: Tensor) -> Tensor:
         return self.generator(z)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.step is not None
+        self.step(self, batch, batch_idx)
 
     def judge(self, x: Tensor, *, is_real: bool) -> Tensor:
         verdict = self.discriminator(x)
@@ -494,30 +464,28 @@ class Adversaries(LightningModule):
         ]
 
 
-class Toggling(Adversaries):
+def toggling(m: Any, batch: Any, batch_idx: int) -> None:
     """The textbook GAN of Lightning's documentation."""
+    z, real = batch
+    generate, discriminate = m.optimizers()
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        z, real = batch
-        generate, discriminate = self.optimizers()
+    m.toggle_optimizer(generate)
+    fake = m(z)
+    loss_g = m.judge(fake, is_real=True) + F.mse_loss(fake, m.teacher(z))
+    m.log("loss_g", loss_g, sync_dist=True)
+    m.manual_backward(loss_g)
+    m.note(loss_g)
+    generate.step()
+    generate.zero_grad()
+    m.untoggle_optimizer(generate)
 
-        self.toggle_optimizer(generate)
-        fake = self(z)
-        loss_g = self.judge(fake, is_real=True) + F.mse_loss(fake, self.teacher(z))
-        self.log("loss_g", loss_g, sync_dist=True)
-        self.manual_backward(loss_g)
-        self.note(loss_g)
-        generate.step()
-        generate.zero_grad()
-        self.untoggle_optimizer(generate)
-
-        self.toggle_optimizer(discriminate)
-        loss_d = self.judge(real, is_real=True) + self.judge(self(z).detach(), is_real=False)
-        self.manual_backward(loss_d)
-        self.note(loss_d)
-        discriminate.step()
-        discriminate.zero_grad()
-        self.untoggle_optimizer(discriminate)
+    m.toggle_optimizer(discriminate)
+    loss_d = m.judge(real, is_real=True) + m.judge(m(z).detach(), is_real=False)
+    m.manual_backward(loss_d)
+    m.note(loss_d)
+    discriminate.step()
+    discriminate.zero_grad()
+    m.untoggle_optimizer(discriminate)
 
 
 class Frequencies(Adversaries):
@@ -551,65 +519,57 @@ class Frequencies(Adversaries):
         )
 
 
-class Accumulating(Adversaries):
+def accumulating(m: Any, batch: Any, batch_idx: int) -> None:
     """Sums the gradients of two batches by hand, and takes two losses to one step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        z, _ = batch
-        generate, discriminate = self.optimizers()
-        fake = self(z)
-        self.manual_backward(F.mse_loss(fake, self.teacher(z)) / 2, retain_graph=True)
-        loss = self.judge(fake, is_real=True) / 2
-        self.manual_backward(loss)
-        self.note(loss)
-        if batch_idx % 2:
-            for optimizer in (generate, discriminate):
-                optimizer.step()
-                optimizer.zero_grad()
+    z, _ = batch
+    generate, discriminate = m.optimizers()
+    fake = m(z)
+    m.manual_backward(F.mse_loss(fake, m.teacher(z)) / 2, retain_graph=True)
+    loss = m.judge(fake, is_real=True) / 2
+    m.manual_backward(loss)
+    m.note(loss)
+    if batch_idx % 2:
+        for optimizer in (generate, discriminate):
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-class Unsynced(Accumulating):
+def unsynced(m: Any, batch: Any, batch_idx: int) -> None:
     """Does without messages in every other batch, by what DDP's wrapper has."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        assert self.trainer.model.module is self
-        with self.trainer.model.no_sync() if batch_idx % 2 == 0 else nullcontext():
-            super().training_step(batch, batch_idx)
+    assert m.trainer.model.module is m
+    with m.trainer.model.no_sync() if batch_idx % 2 == 0 else nullcontext():
+        accumulating(m, batch, batch_idx)
 
 
-class ToggledLate(Adversaries):
+def toggled_late(m: Any, batch: Any, batch_idx: int) -> None:
     """Freezes the other network between forward and backward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        z, _ = batch
-        generate, _ = self.optimizers()
-        loss = self.judge(self(z), is_real=True)
-        self.toggle_optimizer(generate)
-        self.manual_backward(loss)
-        self.note(loss)
-        generate.step()
-        generate.zero_grad()
-        self.untoggle_optimizer(generate)
+    z, _ = batch
+    generate, _ = m.optimizers()
+    loss = m.judge(m(z), is_real=True)
+    m.toggle_optimizer(generate)
+    m.manual_backward(loss)
+    m.note(loss)
+    generate.step()
+    generate.zero_grad()
+    m.untoggle_optimizer(generate)
 
 
-class Plain(Adversaries):
+def plain(m: Any, batch: Any, batch_idx: int) -> None:
     """Calls `loss.backward()` and closures itself, which DDP does not average."""
+    z, _ = batch
+    generate, _ = m.optimizers()
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        z, _ = batch
-        generate, _ = self.optimizers()
+    def closure() -> Tensor:
+        loss = F.mse_loss(m(z), m.teacher(z))
+        generate.zero_grad()
+        if isinstance(m.trainer.strategy, ZeROStrategy):
+            loss.backward()
+        else:
+            m.manual_backward(loss)
+        m.note(loss)
+        return loss
 
-        def closure() -> Tensor:
-            loss = F.mse_loss(self(z), self.teacher(z))
-            generate.zero_grad()
-            if isinstance(self.trainer.strategy, ZeROStrategy):
-                loss.backward()
-            else:
-                self.manual_backward(loss)
-            self.note(loss)
-            return loss
-
-        generate.step(closure=closure)
+    generate.step(closure=closure)
 
 
 def drop_in_place(m: Any) -> None:
@@ -697,44 +657,30 @@ class Unsent(Adversaries):
 
 
 PLENTY: dict[str, Any] = {"data": lambda: (rows(32),), "ddp": UNUSED, "ulps": 64}
-for module in (Toggling, Frequencies, Accumulating, Unsynced, ToggledLate, Plain):
-    case("manual optimization", module, **PLENTY)
-for module in (Toggling, Plain):  # no unit's hooks tell when a backward pass begins
-    case(
-        "manual optimization",
-        module,
-        f"{module.__name__}_in_the_root",
-        **PLENTY,
-        settings=({"units": "auto"},),
-    )
-case(
-    "manual optimization",
-    Unsent,
-    **{**PLENTY, "data": lambda: (rows(64),)},
-    stages=(1, 2, 3),
-    settings=(LOCAL,),
-)
+for step in (toggling, accumulating, unsynced, toggled_late, plain):
+    case("manual optimization", lambda s=step: Adversaries(s), f"by_hand_{step.__name__}", **PLENTY)
+for step in (toggling, plain):  # no unit's hooks tell when a backward pass begins
+    case("manual optimization", lambda s=step: Adversaries(s), f"by_hand_{step.__name__}_in_the_root", **PLENTY,
+         settings=({"units": "auto"},))  # fmt: skip
+case("manual optimization", Frequencies, **PLENTY)
+case("manual optimization", Unsent, **{**PLENTY, "data": lambda: (rows(64),)}, stages=(1, 2, 3), settings=(LOCAL,))  # fmt: skip
 
 
-class StepsUnsent(Adversaries):
+def step_unsent(m: Any, batch: Any, batch_idx: int) -> None:
     """Forgets to send what it steps with."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        generate, _ = self.optimizers()
-        with generate.toggle_model(sync_grad=False):
-            self.manual_backward(self(batch[0]).sum())
-        generate.step()
+    generate, _ = m.optimizers()
+    with generate.toggle_model(sync_grad=False):
+        m.manual_backward(m(batch[0]).sum())
+    generate.step()
 
 
 @case("manual optimization", settings=(LOCAL,))
 def unsent_gradients_are_not_stepped_with(play: Player) -> Trace:
     if not play.is_ddp:
-        with pytest.raises(
-            RuntimeError,
-            match=r"'generator.stem.weight' is .* own.*no_backward_sync.*sync_grad=True",
-        ):
-            play.fit(StepsUnsent())
+        words = r"'generator.stem.weight' is .* own.*no_backward_sync.*sync_grad=True"
+        with pytest.raises(RuntimeError, match=words):
+            play.fit(Adversaries(step_unsent))
     return Trace({})
 
 
-widen("measured", "clip_0", "windows_0_at_stage_1", "Toggling")
+widen("measured", "clip_0", "windows_0_at_stage_1", "by_hand_toggling")

@@ -124,22 +124,11 @@ def train(
         "ulps": 256,
         "gradient_clip_val": 1.0,
     }
-    case(
-        "libraries",
-        lambda: Wrapped(make, optimizer, generates),
-        name,
-        data=lambda: loaders(row),
-        **{**how, **more},
-    )
+    case("libraries", lambda: Wrapped(make, optimizer, generates), name, data=lambda: loaders(row),
+         **{**how, **more})  # fmt: skip
 
 
-DECODER = {
-    **TEXT,
-    **HEADS,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "intermediate_size": 64,
-}
+DECODER = {**TEXT, **HEADS, "num_key_value_heads": 2, "max_position_embeddings": 32, "intermediate_size": 64}  # fmt: skip
 EXPERTS = {**DECODER, "output_router_logits": True, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "gpt2": ("GPT2LMHeadModel", {**TEXT, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}, text),
@@ -176,14 +165,8 @@ for number, (name, (kind, config, row)) in enumerate(FAMILIES.items()):
     train(f"{name}_mixed", make, row, precisions=("bf16-mixed",), stages=(3 - number % 3,))
     if name in INNER:
         units = lambda module, names=INNER[name]: type(module).__name__ in names  # noqa: E731
-        train(
-            f"{name}_in_small_units",
-            make,
-            row,
-            settings=({"units": units},),
-            accumulate_grad_batches=2,
-            stages=(3,),
-        )
+        train(f"{name}_in_small_units", make, row, settings=({"units": units},), accumulate_grad_batches=2,
+              stages=(3,))  # fmt: skip
         again = name in ("gpt2", "mixtral")
         model = checkpointed(make, use_reentrant=again)
         train(f"{name}_checkpointed_{again}", model, row, stages=(3,), ddp="ddp")
@@ -259,58 +242,28 @@ for name in ("gpt2", "llama", "mixtral", "vit"):
 # -- a row for each project ------------------------------------------------------------------------
 
 
-def project(name: str, config: dict[str, Any], row: Any, optimizer: Any = adamw) -> Any:
-    return lambda: build(name, config), row, optimizer
-
-
 BERT = {**TEXT, **HEADS, "intermediate_size": 64, "max_position_embeddings": 16}
-PROJECTS = {
-    "clip": project(
-        "CLIPModel",
-        {
-            "text_config": {**BERT, "projection_dim": 16},
-            "vision_config": {
-                **HEADS, "intermediate_size": 64, "image_size": 16, "patch_size": 8,
-                "projection_dim": 16,
-            },
-            "projection_dim": 16,
-        },
-        lambda: {"input_ids": words(), "pixel_values": torch.randn(3, 16, 16)},
-    ),
-    "mamba": project(
-        "MambaForCausalLM",
-        {**TEXT, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2},
-        text,
-    ),
-    "wav2vec2": project(
-        "Wav2Vec2ForCTC",
-        {
-            **TEXT, **HEADS, "intermediate_size": 64, "conv_dim": (16, 16), "conv_stride": (4, 4),
-            "conv_kernel": (8, 4), "num_conv_pos_embeddings": 8, "apply_spec_augment": False,
-            "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0, "num_feat_extract_layers": 2,
-        },
-        lambda: {"input_values": torch.randn(400), "labels": words(3)},
-    ),
-    "albert": project(
-        "AlbertForMaskedLM",
-        {**BERT, "embedding_size": 16, "num_hidden_layers": 3, "inner_group_num": 1},
-        text,
-    ),
-    "bert, schedule-free": project(
-        "BertForMaskedLM", BERT, text,
-        lambda p: schedulefree.AdamWScheduleFree(p, lr=1e-2, eps=1e-3, warmup_steps=2),
-    ),
-    "gpt2, lookahead of adafactor": project(
-        "GPT2LMHeadModel",
-        {**TEXT, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2},
-        text,
-        lambda p: pytorch_optimizer.Lookahead(torch.optim.Adafactor(p, lr=1e-2), k=2),
-    ),
+VISION = {**HEADS, "intermediate_size": 64, "image_size": 16, "patch_size": 8, "projection_dim": 16}
+WAV2VEC2 = {
+    **TEXT, **HEADS, "intermediate_size": 64, "conv_dim": (16, 16), "conv_stride": (4, 4), "conv_kernel": (8, 4),
+    "num_conv_pos_embeddings": 8, "apply_spec_augment": False, "num_conv_pos_embedding_groups": 2, "layerdrop": 0.0,
+    "num_feat_extract_layers": 2,
 }  # fmt: skip
-for name, (make, row, optimizer) in PROJECTS.items():
+PROJECTS: dict[str, tuple[str, dict[str, Any], Any, Any]] = {
+    "clip": ("CLIPModel", {"text_config": {**BERT, "projection_dim": 16}, "vision_config": VISION, "projection_dim": 16},
+             lambda: {"input_ids": words(), "pixel_values": torch.randn(3, 16, 16)}, adamw),
+    "mamba": ("MambaForCausalLM", {**TEXT, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}, text, adamw),
+    "wav2vec2": ("Wav2Vec2ForCTC", WAV2VEC2, lambda: {"input_values": torch.randn(400), "labels": words(3)}, adamw),
+    "albert": ("AlbertForMaskedLM", {**BERT, "embedding_size": 16, "num_hidden_layers": 3, "inner_group_num": 1}, text, adamw),
+    "bert_schedule_free": ("BertForMaskedLM", BERT, text,
+                           lambda p: schedulefree.AdamWScheduleFree(p, lr=1e-2, eps=1e-3, warmup_steps=2)),
+    "gpt2_lookahead_of_adafactor": ("GPT2LMHeadModel", {**TEXT, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}, text,
+                                    lambda p: pytorch_optimizer.Lookahead(torch.optim.Adafactor(p, lr=1e-2), k=2)),
+}  # fmt: skip
+for name, (kind, config, row, optimizer) in PROJECTS.items():
     train(
-        name.replace(", ", "_").replace(" ", "_"),
-        make,
+        name,
+        lambda k=kind, c=config: build(k, c),
         row,
         optimizer,
         stages=(1, 3),

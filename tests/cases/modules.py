@@ -30,6 +30,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
 from tests.oracle.models import Block
+from tests.oracle.own_optimizers import Own
 from tests.oracle.play import UNUSED, Player, case, widen
 from tests.oracle.projects import WIDTH, Noted, Regression, Trace, rows
 
@@ -97,14 +98,8 @@ def compiled(way: str) -> Any:
 
 
 for way in WAYS if shutil.which("g++") else [*WAYS][:-1]:
-    case(
-        "compile",
-        name=f"compile_{way}",
-        loop=compiled(way),
-        stages=WAYS[way][1],
-        ulps=64,
-        is_slow=way == "by_inductor",
-    )
+    case("compile", name=f"compile_{way}", loop=compiled(way), stages=WAYS[way][1], ulps=64,
+         is_slow=way == "by_inductor")  # fmt: skip
 
 
 # -- buffers ---------------------------------------------------------------------------------------
@@ -172,14 +167,7 @@ BATCHES: dict[str, Any] = {
 case("buffers", WithBuffers, **BATCHES, stages=(1, 2, 3))
 case("buffers", WithBuffers, "buffers_accumulating", **BATCHES, accumulate_grad_batches=2)
 for module in (Drifting, Manual):
-    case(
-        "buffers",
-        module,
-        f"buffers_{module.__name__}",
-        **BATCHES,
-        val_check_interval=2,
-        stages=(1, 2, 3),
-    )
+    case("buffers", module, f"buffers_{module.__name__}", **BATCHES, val_check_interval=2, stages=(1, 2, 3))  # fmt: skip
 
 
 @case("buffers", ulps=256)
@@ -264,11 +252,7 @@ class Noisy(Regression):
         return F.dropout(super().forward(F.dropout(x, 0.2)), 0.5)
 
 
-case(
-    "recompute",
-    Noisy,
-    settings=({"activation_checkpointing": True}, {"activation_checkpointing": {Block}}),
-)
+case("recompute", Noisy, settings=({"activation_checkpointing": True}, {"activation_checkpointing": {Block}}))  # fmt: skip
 
 
 # -- complex parameters ----------------------------------------------------------------------------
@@ -326,46 +310,24 @@ class Looking(Spectral):
             self.losses.append(float(self.net.blocks[3].turn.imag.sum()))
 
 
-class Momentum(torch.optim.SGD):
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr, momentum=0.9, nesterov=True, weight_decay=0.1)
-
-
-class Scaled(torch.optim.SGD):
-    """Not of torch: whether it may have pieces is found in a trial."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad * group["lr"])
-        return loss
-
-
-class ByParameter(Scaled):
+class ByParameter(Own):
     """Mixes the elements of a parameter, so it has owners."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = closure()
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if p.grad is not None:
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                average.mul_(0.9).add_(p.grad)
-                p.sub_(0.05 * average / (p.grad.abs().square().mean().sqrt() + 1e-3))
-        return loss
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        average = self.state[p].setdefault("average", torch.zeros_like(p))
+        average.mul_(0.9).add_(grad)
+        p.sub_(0.05 * average / (grad.abs().square().mean().sqrt() + 1e-3))
 
 
+MOMENTUM: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 COMPLEX: dict[str, Any] = {"ulps": 16, "dtype": torch.float32, "ddp": UNUSED}
 SAVED: dict[str, Any] = {"max_epochs": 2, "save_at": 1}
 HOMES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
 SPECTRAL: dict[str, tuple[Any, dict[str, Any]]] = {
-    "momentum": (lambda: Spectral(optimizer=Momentum), {}),
+    "momentum": (lambda: Spectral(optimizer=partial(torch.optim.SGD, **MOMENTUM)), {}),
     "by_parameter": (lambda: Spectral(optimizer=ByParameter), {}),
     "looked_at": (Looking, {"stages": (1, 2, 3), "gradient_clip_val": 0.1}),
-    "conjugated": (lambda: Conjugating(optimizer=Scaled), {}),
+    "conjugated": (lambda: Conjugating(optimizer=Own), {}),
     "lbfgs": (lambda: Spectral(optimizer=lambda p, lr: torch.optim.LBFGS(p, lr, max_iter=4)), {"max_steps": 2}),
     "saved": (Spectral, {**SAVED, "readers": ("ddp", 2)}),
     "directory": (Spectral, {**SAVED, "stages": (3,), "readers": (2,), "settings": ({"checkpoint": "dcp"},)}),
@@ -489,18 +451,11 @@ def learning_rate_finder(play: Player) -> Trace:
 
 PRUNINGS: list[dict[str, Any]] = [
     {"pruning_fn": "l1_unstructured", "amount": 0.3, "use_lottery_ticket_hypothesis": False},
-    {
-        # Once only: what is left is reset to the first weights, which DDP then trains in place.
-        "pruning_fn": "ln_structured",
-        "amount": lambda epoch: 0.25 if epoch == 1 else 0,
-        "pruning_dim": 0,
-        "pruning_norm": 2,
-        "use_global_unstructured": False,
-        "parameter_names": ["weight"],
-        "prune_on_train_epoch_end": False,
-        "make_pruning_permanent": False,
-    },
-]
+    # Once only: what is left is reset to the first weights, which DDP then trains in place.
+    {"pruning_fn": "ln_structured", "amount": lambda epoch: 0.25 if epoch == 1 else 0, "pruning_dim": 0,
+     "pruning_norm": 2, "use_global_unstructured": False, "parameter_names": ["weight"],
+     "prune_on_train_epoch_end": False, "make_pruning_permanent": False},
+]  # fmt: skip
 
 
 @case("callbacks", ulps=16)

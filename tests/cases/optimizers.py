@@ -149,17 +149,14 @@ class Dropping(SGD):
         return loss
 
 
-class Sign(Optimizer):
+class Sign(Own):
     """The same, by steps of whole parameters."""
 
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.data.sub_(p.grad / (1 + p.grad.norm()), alpha=group["lr"])
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        p.data.sub_(grad / (1 + grad.norm()), alpha=group["lr"])
+
+    def finish(self) -> None:
         self.zero_grad()
-        return loss
 
 
 class Undropped(Made):
@@ -274,7 +271,7 @@ REPLACED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "keeps_half": (Made, lambda m: Halving(m.parameters(), 0.05, momentum=0.5), {}),
     "patched_class": (PatchedClass, adam, {}),
     "drops_in_steps": (Undropped, lambda m: Dropping(m.parameters(), 0.05, momentum=0.5, weight_decay=0.1), {}),
-    "drops_in_whole_steps": (Undropped, lambda m: Sign(m.parameters(), {"lr": 0.05}), {}),
+    "drops_in_whole_steps": (Undropped, lambda m: Sign(m.parameters()), {}),
     "stepped_twice": (Made, lambda m: Twice(m.parameters(), 0.05), {}),
     "stepped_by_own_rule": (Made, by_own_rule, {}),
     "hooks_of_all": (HooksOfAll, adam, {}),
@@ -283,8 +280,9 @@ REPLACED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "schedule_free": (Made, schedule_free, MODES),
     "schedule_free_subclass": (Made, counting_modes, MODES),
 }  # fmt: skip
-for name, (module, make, moments) in REPLACED.items():
-    case("optimizers", lambda c=module, m=make: c(m), name, moments=moments, **FOUR)
+# Optimizers, their states and checkpoints are sharded alike at every stage: stages take turns.
+for number, (name, (module, make, moments)) in enumerate(REPLACED.items()):
+    case("optimizers", lambda c=module, m=make: c(m), name, moments=moments, stages=(3 - number % 3,), **FOUR)  # fmt: skip
 
 
 # -- states that users ask for, and copies of optimizers -------------------------------------------
@@ -478,22 +476,13 @@ ASKING = {
     "in_new_dtypes": (loaded,),  # which cannot be pickled
     **dict.fromkeys([*STATEFUL][1:4] + [*STATEFUL][5:8], (loaded, looked_up)),
 }  # fmt: skip
-for name, asks in ASKING.items():
-    for ask in asks:
-        # Masters and states are sharded alike at every stage.
-        at = (
-            {"settings": ({}, FILES), "stages": (2, 3)}
-            if ask in (loaded, edited) and name == "adam"
-            else {}
-        )
-        # DDP's later steps change its states.
-        after_two = {
-            "on_train_batch_end": lambda m, out, batch, i, a=ask: (
-                copy.deepcopy(a(m)) if i == 1 else None
-            )
-        }
-        case("optimizers", lambda n=name: Grouped(n), f"{name}_{ask.__name__}", moments=after_two, max_steps=3,
-             ulps=16, **at)  # fmt: skip
+ASKED = [(name, ask) for name, asks in ASKING.items() for ask in asks]
+for number, (name, ask) in enumerate(ASKED):
+    in_files = name == "adam" and ask in (loaded, edited)
+    # DDP's later steps change its states.
+    after_two = {"on_train_batch_end": lambda m, out, batch, i, a=ask: copy.deepcopy(a(m)) if i == 1 else None}  # fmt: skip
+    case("optimizers", lambda n=name: Grouped(n), f"{name}_{ask.__name__}", moments=after_two, max_steps=3, ulps=16,
+         stages=(2, 3) if in_files else (3 - number % 3,), settings=({}, FILES) if in_files else ({},))  # fmt: skip
 
 
 # -- optimizers that hold what no copy can: they step the module's own parameters, all at once ------

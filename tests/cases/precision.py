@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.oracle.own_optimizers import Own
 from tests.oracle.play import case
 from tests.oracle.projects import WIDTH, Noted, Regression, rows
 
@@ -301,11 +302,11 @@ for way in ("a_penalty", "two_calls"):
 # -- dtypes of weights, masters and states ---------------------------------------------------------
 
 
-class Made(torch.optim.Optimizer):
+class Made(Own):
     """Makes its states with itself, in every way in which it can know the weights' dtype."""
 
     def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
+        super().__init__(params, lr)
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p].update(
@@ -315,18 +316,11 @@ class Made(torch.optim.Optimizer):
                     own=torch.zeros_like(p, dtype=torch.float64),
                 )
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                for total in (state["sum"], state["new"], *state["listed"], state["own"]):
-                    total.add_(p.grad**2)
-                p.sub_(group["lr"] * p.grad / state["sum"].sqrt())
-        return loss
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        for total in (state["sum"], state["new"], *state["listed"], state["own"]):
+            total.add_(grad**2)
+        p.sub_(group["lr"] * grad / state["sum"].sqrt())
 
 
 def adagrad(params: Any, lr: float) -> torch.optim.Optimizer:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -19,9 +22,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import SumMetric
 
 from lightning_zero import ZeROStrategy, gathered, grad_norm
+from lightning_zero.fabric import ZeROStrategy as FabricStrategy
 from tests.oracle.play import Player, case
 from tests.oracle.projects import Trace
 from tests.oracle.tensor_parallel import GPT, LENGTH, Block, Model, loader, parallelize
@@ -41,14 +46,7 @@ def by_sequence(optimizer: str = "AdamW") -> Callable[[], Model]:
 
 row("cut", by_sequence(), rests=True, accumulate_grad_batches=2, gradient_clip_val=0.3)
 row("cut_in_mixed_precision", by_sequence("SGD"), precisions=("bf16-mixed",), gradient_clip_val=0.5)
-row(
-    "cut_and_saved",
-    Model,
-    stages=(3,),
-    max_epochs=2,
-    save_at=1,
-    readers=("own", "of ddp", "ddp", 3),
-)
+row("cut_and_saved", Model, stages=(3,), max_epochs=2, save_at=1, readers=("own", "of ddp", "ddp", 3))  # fmt: skip
 BESIDE = ({"shard": 1, "async_checkpoint": True}, {"checkpoint": "dcp"}, FILES, {"shard": 1, "offload_optimizer": "nvme"})  # fmt: skip
 row("cut_with_other_settings", Model, stages=(1, 3, 3, 2), settings=BESIDE, max_epochs=2, save_at=1,
     readers=("own",), limit_train_batches=2)  # fmt: skip
@@ -239,13 +237,7 @@ MIXING: dict[str, Any] = {
 row(
     "cut_under_muon", lambda: Optimized(muon), stages=(3,), **{**MIXING, "ulps": 8192}
 )  # it rounds to bf16
-row(
-    "cut_under_adafactor",
-    lambda: Optimized(adafactor),
-    stages=(1, 3),
-    settings=({"shard": 1}, {}),
-    **MIXING,
-)
+row("cut_under_adafactor", lambda: Optimized(adafactor), stages=(1, 3), settings=({"shard": 1}, {}), **MIXING)  # fmt: skip
 row("cut_under_lbfgs", lambda: Optimized(lbfgs), stages=(2,), is_slow=True)
 
 
@@ -282,6 +274,65 @@ class Compiled(Model):
 for way, stage, world in (("in place", 1, 2), ("submodules", 3, 4), ("body", 2, 2)):
     row(f"cut_and_compiled_{way.replace(' ', '_')}", lambda w=way: Compiled(w), stages=(stage,), worlds=(world,),
         max_steps=2, settings=({"units": {Block}},), is_slow=True)  # fmt: skip
+
+
+# -- loops of Fabric -------------------------------------------------------------------------------
+
+
+def cut(net: Any, mesh: Any) -> Any:
+    parallelize(net, mesh["tensor_parallel"], by_sequence=True)
+    return net
+
+
+def in_fabric(by_hand: bool, play: Player) -> Trace:
+    """Train a GPT that is cut by hand or by the strategy; go on from its file, also under DDP."""
+    path = play.folder / "cut.ckpt"
+
+    def run(fabric: Any, first: int = 0) -> list[float]:
+        is_ours = isinstance(fabric.strategy, FabricStrategy)
+        torch.manual_seed(0)
+        net: Any = GPT()
+        if by_hand and is_ours:
+            cut(net, fabric.strategy.device_mesh)
+        net = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(net.parameters(), 0.01))
+        state, data, losses = {"net": net, "optimizer": optimizer}, loader(), []
+        if first:
+            fabric.load(path, state)
+        if not is_ours:
+            sampler = DistributedSampler(data.dataset, 2, play.rank // 2, shuffle=False)  # type: ignore[arg-type]
+            data = DataLoader(data.dataset, data.batch_size, sampler=sampler)
+        batches = fabric.setup_dataloaders(data, use_distributed_sampler=is_ours)
+        for step, (text,) in zip(range(4), batches, strict=False):
+            if step < first:
+                continue
+            with fabric.no_backward_sync(net, enabled=step % 2 == 0):
+                loss = F.cross_entropy(net(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+                fabric.backward(loss / 2)
+            losses += [loss.item(), float(fabric.all_reduce(loss.detach()))]
+            if step % 2:
+                losses.append(float(fabric.clip_gradients(net, optimizer, max_norm=0.3)))
+                optimizer.step()
+                optimizer.zero_grad()
+            if step == 1 and not first:
+                fabric.save(path, state)
+        return losses
+
+    how: dict[str, Any] = {"tensor_parallel_size": 2, "min_num_params": 0, "units": "auto"}
+    how["parallelize_fn"] = None if by_hand else cut
+    losses, is_exact = run(play.fabric(**how)), play.way.precision == "32-true"
+    ddp: dict[str, Any] = {"accelerator": "cpu", "devices": 4, "strategy": "ddp"}
+    for other in (
+        () if play.is_ddp else (play.fabric(**how), Fabric(**ddp, precision=play.way.precision))
+    ):  # type: ignore[arg-type]
+        other.launch()
+        assert run(other, first=2) == pytest.approx(losses[-5:], rel=5e-5 if is_exact else 0.03)
+    return Trace({}, losses=losses, saved=torch.load(path) if is_exact else None)
+
+
+for by_hand in (False, True):
+    case("tensor parallel", name=f"cut_in_fabric_{by_hand}", loop=partial(in_fabric, by_hand), worlds=(4,), cut=2,
+         stages=(2 if by_hand else 3,), precisions=("32-true",) if by_hand else ("32-true", "bf16-mixed"))  # fmt: skip
 
 
 # -- models of Transformers that are split by the plans that they carry ----------------------------
@@ -356,13 +407,7 @@ PLANNED: dict[str, Any] = {"data": text, "gradient_clip_val": 1.0}
 for kind in MODELS:
     row(f"planned_{kind}", lambda k=kind: Planned(k), **PLANNED, stages=(1, 3),
         is_slow=kind not in ("Llama", "Qwen3Moe"))  # fmt: skip
-row(
-    "planned_whole_matrices",
-    lambda: Planned("Qwen3Moe", "Adafactor"),
-    **PLANNED,
-    stages=(3,),
-    ulps=512,
-)
+row("planned_whole_matrices", lambda: Planned("Qwen3Moe", "Adafactor"), **PLANNED, stages=(3,), ulps=512)  # fmt: skip
 for kind in ("Qwen3Moe", "Glm4"):
     row(f"planned_files_{kind}", lambda k=kind: Planned(k, "AdamW"), **PLANNED, stages=(3,), max_epochs=2, ulps=512,
         limit_train_batches=2, save_at=1, readers=("own", "of ddp", "ddp", 2), is_slow=kind == "Glm4")  # fmt: skip

@@ -162,14 +162,7 @@ case("weights in hooks", Noted, "edits_of_copies", **EDITED, worlds=(4,), precis
      settings=({"shard": 2},), ulps=64)  # fmt: skip
 case("weights in hooks", Noted, "of_torch", **SHORT, callbacks=lambda: [TorchsOwn()])
 case("weights in hooks", Noted, "saves", **SHORT, callbacks=lambda: [Saves(of_all=True)])
-case(
-    "weights in hooks",
-    Noted,
-    "saves_of_one_rank",
-    **SHORT,
-    stages=(1, 2),
-    callbacks=lambda: [Saves(of_all=False)],
-)
+case("weights in hooks", Noted, "saves_of_one_rank", **SHORT, stages=(1, 2), callbacks=lambda: [Saves(of_all=False)])  # fmt: skip
 
 
 class ClampsInSteps(Noted):
@@ -297,13 +290,7 @@ def detached(value: Any) -> Any:
 THREE: dict[str, Any] = {"data": SHORT["data"], "max_steps": 3}
 # What is read in one hook must not be there for the next: every other one reads.
 for number in range(2):
-    case(
-        "weights in hooks",
-        Noted,
-        f"reads_{number}",
-        moments=dict.fromkeys(MOMENTS[number::2], read_all),
-        **THREE,
-    )
+    case("weights in hooks", Noted, f"reads_{number}", moments=dict.fromkeys(MOMENTS[number::2], read_all), **THREE)  # fmt: skip
 
 
 class ReadsInSteps(Noted):
@@ -459,15 +446,8 @@ class Transformed(Regression):
 
 
 for transform in TRANSFORMS:
-    case(
-        "transforms",
-        lambda t=transform: Transformed(t),
-        transform.__name__,
-        max_steps=2,
-        ulps=64,
-        ddp=UNUSED,
-        stages=(1, 2),
-    )
+    case("transforms", lambda t=transform: Transformed(t), transform.__name__, max_steps=2, ulps=64, ddp=UNUSED,
+         stages=(1, 2))  # fmt: skip
 
 
 # -- contexts --------------------------------------------------------------------------------------
@@ -602,13 +582,7 @@ def visit(context: str) -> Callable[[Player], Trace]:
 
 for context in CONTEXTS:
     stages = (1, 2) if context in LEVELS else ()  # transforms are refused at stage 3
-    case(
-        "contexts",
-        name=f"within_{context.replace(' ', '_')}",
-        loop=visit(context),
-        ulps=64,
-        stages=stages,
-    )
+    case("contexts", name=f"within_{context.replace(' ', '_')}", loop=visit(context), ulps=64, stages=stages)  # fmt: skip
 
 
 class Hooked(Regression):
@@ -696,13 +670,7 @@ class Late(Regression):
 
 case("weights in hooks", lambda: Late(is_frozen=False), "a_graph_of_weights_that_are_gone", max_steps=2,
      stages=(1, 2, 3), precisions=("32-true", "bf16-mixed", "32-true"))  # fmt: skip
-case(
-    "weights in hooks",
-    lambda: Late(is_frozen=True),
-    "a_graph_of_weights_not_stepped",
-    max_steps=2,
-    stages=(1, 2),
-)
+case("weights in hooks", lambda: Late(is_frozen=True), "a_graph_of_weights_not_stepped", max_steps=2, stages=(1, 2))  # fmt: skip
 
 
 class Quantized(Regression):
@@ -796,12 +764,4 @@ class TakesTurns(Regression):
         return super().training_step(batch, batch_idx)
 
 
-case(
-    "gradients in hooks",
-    TakesTurns,
-    accumulate_grad_batches=2,
-    max_steps=2,
-    ulps=64,
-    ddp=UNUSED,
-    stages=(1, 2),
-)
+case("gradients in hooks", TakesTurns, accumulate_grad_batches=2, max_steps=2, ulps=64, ddp=UNUSED, stages=(1, 2))  # fmt: skip

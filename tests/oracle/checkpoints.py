@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import random
 import resource
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_zero.checkpoint import Provenance, Saver, ShardedValue
 from lightning_zero.comm import Control
-from tests.oracle.ranks import loopback
+from tests.oracle.ranks import Pool
 
 CPU = torch.device("cpu")
 PROVENANCE = Provenance(stage=3, world_size=2, precision="32-true")
@@ -110,10 +108,8 @@ def damaged(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def save_forever(rank: int, store: str, path: str, how: dict[str, Any]) -> None:
-    """Save 1.0, 2.0, 3.0 ... to one path until somebody kills this process."""
-    os.environ.update(GLOO_SOCKET_IFNAME=loopback())
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+def save_forever(path: str, how: dict[str, Any]) -> None:
+    """Save 1.0, 2.0, 3.0 ... to one path until somebody kills this rank."""
     control = Control()
     saver = Saver(control)
     for number in itertools.count(1):
@@ -121,21 +117,15 @@ def save_forever(rank: int, store: str, path: str, how: dict[str, Any]) -> None:
 
 
 def kill_in_mid_save(path: Path, chance: random.Random, **how: Any) -> None:
-    """Let two processes save to a path, and kill one of them soon after something is there."""
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        args = (f"{folder}/store", str(path), how)
-        processes = [fork.Process(target=save_forever, args=(rank, *args)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        try:
-            deadline = time.monotonic() + 60
-            while not path.exists() and time.monotonic() < deadline:
-                time.sleep(0.005)
-            assert path.exists(), "nothing was saved"
-            time.sleep(chance.random() * 0.1)
-            os.kill(chance.choice(processes).pid or 0, signal.SIGKILL)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    """Let two ranks save to a path, and kill one of them soon after something is there."""
+    pool, victim = Pool(2), chance.randrange(2)
+    pids, given = pool.run(os.getpid), (str(path), how)
+    with ThreadPoolExecutor(1) as thread:
+        ends = thread.submit(pool.answers, save_forever, *given, timeout=90, but=1 - victim)
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(chance.random() * 0.1)
+        os.kill(pids[victim], signal.SIGKILL)
+        ends.result()
+    assert path.exists(), "nothing was saved"

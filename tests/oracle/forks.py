@@ -1,38 +1,33 @@
 """Processes that begin with everything imported, because a server that has imported it forks them.
 
 Importing torch and Lightning costs a process seconds; a fork costs milliseconds. The standard
-library's fork server would lose three properties:
+library's fork server would lose two properties:
 
 - **Two seeds.** The ranks of a real job are interpreters of their own, whose strings hash and whose
   objects lie elsewhere, so that an order which follows either shows. So there are two servers, and
   neighbours among the ranks come from different ones. A process has one of the library's, publicly.
-- **Two imports in all.** Where several processes run tests, all are served by the two servers that
-  the process which starts them has started. The library's serves one process.
 - **No orphans.** Ranks that no test uses are stopped (ranks.py), and would not see that a test
   process was killed. A server wakes those that it has forked for it.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import gc
 import importlib.metadata
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, NoReturn
 
 IMPORTED = (
     "functorch.compile",
@@ -43,8 +38,6 @@ IMPORTED = (
     "pytest",
     "lightning_zero",
 )
-SHARED = "PYTEST_SERVERS"
-"""The variable that tells the folder that is shared, with the servers' addresses."""
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0
 LENGTH_BYTES = 4
@@ -98,27 +91,7 @@ _making = threading.Lock()
 
 @functools.cache
 def _server(number: int) -> Server:
-    return Server(f"{session_folder()}/{number}", is_new=SHARED not in os.environ)
-
-
-def session_folder() -> Path:
-    """Return the folder that all processes of a session share."""
-    return Path(os.environ.get(SHARED) or _new_folder())
-
-
-def share_servers() -> None:
-    """Start both servers for the processes that this one starts, whose servers they become."""
-    for number in (0, 1):
-        server(number)
-    os.environ[SHARED] = _new_folder()
-
-
-@functools.cache
-def _new_folder() -> str:
-    """Make a folder for the addresses of servers that this process starts."""
-    folder = tempfile.mkdtemp(prefix="servers-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return Server()
 
 
 def without_pytest(environment: Iterable[str]) -> dict[str, str]:
@@ -127,35 +100,23 @@ def without_pytest(environment: Iterable[str]) -> dict[str, str]:
 
 
 class Server:
-    """A process that has imported everything and forks on demand; it ends with its last user.
+    """A process that has imported everything and forks on demand; it ends with its user."""
 
-    Args:
-        address: A path by which it is reached.
-        is_new: Whether it is to be started.
-    """
-
-    def __init__(self, address: str, *, is_new: bool) -> None:
-        if is_new:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(address)
-                listener.listen()
-                self._start(listener)
+    def __init__(self) -> None:
         self._lock = threading.Lock()  # it takes one request after another
-        self._door = socket.socket(socket.AF_UNIX)
-        self._door.connect(address)
-
-    def _start(self, listener: socket.socket) -> None:
+        self._door, there = socket.socketpair()
         code = "from tests.oracle.forks import main; main()"
         own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(listener.fileno())],
-            cwd=ROOT,
-            env={**without_pytest(os.environ), **own},
-            pass_fds=[listener.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with there:
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(there.fileno())],
+                cwd=ROOT,
+                env={**without_pytest(os.environ), **own},
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
 
     def start(
         self,
@@ -188,7 +149,7 @@ class Server:
 
 
 def main() -> NoReturn:
-    """Import everything and fork whenever a request comes, until all test processes are gone."""
+    """Import everything and fork whenever a request comes, until the test process is gone."""
     gc.disable()  # a fifth of the time of imports goes into a search for garbage that is not there
     # Every Trainer asks, which takes as long as a step of training; no test installs a package.
     importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
@@ -197,66 +158,46 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    doors = [listener.accept()[0]]
+    door = socket.socket(fileno=int(sys.argv[1]))
     wakes, woken = socket.socketpair()
     for end in (wakes, woken):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-    running: dict[int, Running] = {}
-    while doors:
-        ready = wait([listener, wakes, *doors])
+    running: dict[int, Connection] = {}
+    while True:
+        ready = wait([wakes, door])
         if wakes in ready:
             with contextlib.suppress(BlockingIOError):
                 wakes.recv(4096)
             _report_ended(running)
-        for door in [door for door in doors if door in ready]:
-            if (received := _receive(door)) is None:
-                doors.remove(door)
-                for pid, (_, asked_by) in running.items():
-                    if asked_by is door:  # stopped ones would never see their lifeline end
-                        os.kill(pid, signal.SIGCONT)
-                door.close()
-                continue
-            request, fds = received
-            status = Connection(fds.pop())
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                statuses = [status, *(each.status for each in running.values())]
-                for end in (listener, *doors, wakes, woken, *statuses):
-                    end.close()
-                _be(request, *fds)
-            for descriptor in fds:
-                os.close(descriptor)
-            running[pid] = Running(status, door)
-            _send(status, pid)
-        if listener in ready:
-            doors.append(listener.accept()[0])
-    os._exit(0)
+        if door not in ready:
+            continue
+        head, fds, _, _ = socket.recv_fds(door, LENGTH_BYTES, 4)
+        if not head:
+            for pid in running:  # stopped ones would never see their lifeline end
+                os.kill(pid, signal.SIGCONT)
+            os._exit(0)
+        request = door.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
+        status = Connection(fds.pop())
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for end in (door, wakes, woken, status, *running.values()):
+                end.close()
+            _be(request, *fds)
+        for descriptor in fds:
+            os.close(descriptor)
+        running[pid] = status
+        _send(status, pid)
 
 
-def _receive(door: socket.socket) -> tuple[bytes, list[int]] | None:
-    head, fds, _, _ = socket.recv_fds(door, LENGTH_BYTES, 4)
-    if not head:
-        return None
-    return door.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL), fds
-
-
-class Running(NamedTuple):
-    """A process that was forked: where its end is told, and who asked for it."""
-
-    status: Connection
-    door: socket.socket
-
-
-def _report_ended(running: dict[int, Running]) -> None:
+def _report_ended(running: dict[int, Connection]) -> None:
     for pid in list(running):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            with running.pop(pid).status as remote:
+            with running.pop(pid) as remote:
                 _send(remote, os.waitstatus_to_exitcode(status))
 
 

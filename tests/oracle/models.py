@@ -14,8 +14,9 @@ Repeated blocks lie in a `ModuleList` or a `Sequential`, so that they become uni
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ def tokens(vocabulary: int, length: int) -> Callable[..., Batch]:
 
 def expert_of_row(n: int, seed: int) -> Tensor:
     """Neighbours share an expert: over all rows each is used, by one rank often only some."""
-    return (torch.arange(n) * Experts.NUM_EXPERTS // n + seed) % Experts.NUM_EXPERTS
+    return (torch.arange(n) * NUM_EXPERTS // n + seed) % NUM_EXPERTS
 
 
 def branch_of_step(n: int, seed: int) -> Tensor:
@@ -123,26 +124,42 @@ class Blocks(nn.Module):
         self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return chained(self.blocks, self.stem(x))
 
 
-class OddWidths(nn.Module):
+class Of(nn.Module):
+    """Has these parts, lists of them as lists of modules, and a forward that is a function."""
+
+    def __init__(self, forward: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.run = forward
+        for name, part in parts.items():
+            setattr(self, name, nn.ModuleList(part) if isinstance(part, list) else part)
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        return self.run(self, *given, **named)
+
+
+def chained(modules: Iterable[nn.Module], x: Tensor) -> Tensor:
+    for module in modules:
+        x = module(x)
+    return x
+
+
+def odd_widths() -> nn.Module:
     """Nothing divides by a world size; some parameters are smaller than one, one is empty."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(7, 13), nn.Linear(13, 5)])
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.shift = nn.Parameter(torch.zeros(1))
-        self.nothing = nn.Parameter(torch.empty(0, 5))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.layers[1](torch.tanh(m.layers[0](x))) * m.scale + m.shift
+        return torch.cat([x, m.nothing])
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.layers[0](x))
-        x = self.layers[1](x) * self.scale + self.shift
-        return torch.cat([x, self.nothing])
+    return Of(
+        forward,
+        layers=[nn.Linear(7, 13), nn.Linear(13, 5)],
+        scale=nn.Parameter(torch.tensor(1.5)),
+        shift=nn.Parameter(torch.zeros(1)),
+        nothing=nn.Parameter(torch.empty(0, 5)),
+    )
 
 
 class Tied(nn.Module):
@@ -156,108 +173,81 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(chained(self.blocks, self.embedding(x)))
 
 
-class TiedBlocks(Blocks):
+def tied_blocks() -> nn.Module:
     """Two units share a weight, so it belongs to neither."""
+    model = Blocks(3)
+    model.blocks[2].linear.weight = model.blocks[0].linear.weight
+    return model
 
-    def __init__(self) -> None:
-        super().__init__(num_blocks=3)
-        self.blocks[2].linear.weight = self.blocks[0].linear.weight
 
-
-class Frozen(Blocks):
+def frozen() -> nn.Module:
     """The first layers are frozen, and a block in the middle that gradients flow through.
 
     The last block is frozen in part, as with adapters.
     """
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=5)
-        self.stem.requires_grad_(False)
-        self.blocks[0].requires_grad_(False)
-        self.blocks[2].requires_grad_(False)
-        self.blocks[4].linear.weight.requires_grad_(False)
+    model = Blocks(5)
+    for part in (model.stem, model.blocks[0], model.blocks[2], model.blocks[4].linear.weight):
+        part.requires_grad_(False)
+    return model
 
 
-class UnusedBranch(Blocks):
+def unused_branch() -> nn.Module:
     """One block is never called, one parameter of a called block never used."""
-
-    def __init__(self) -> None:
-        super().__init__(num_blocks=3)
-        self.blocks[2].register_parameter("spare", nn.Parameter(torch.ones(3)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[2](self.blocks[0](self.stem(x)))
+    blocks = [Block(6) for _ in range(3)]
+    blocks[2].register_parameter("spare", nn.Parameter(torch.ones(3)))
+    run = lambda m, x: m.blocks[2](m.blocks[0](m.stem(x)))  # noqa: E731
+    return Of(run, stem=nn.Linear(6, 6), blocks=blocks)
 
 
-class Experts(nn.Module):
+NUM_EXPERTS = 3
+
+
+def experts() -> nn.Module:
     """Each row takes one expert: some ranks never call one that others do."""
 
-    NUM_EXPERTS = 3
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.experts = nn.ModuleList([Block(6) for _ in range(self.NUM_EXPERTS)])
-
-    def forward(self, x: Tensor, expert: Tensor) -> Tensor:
-        x = self.stem(x)
+    def forward(m: Any, x: Tensor, expert: Tensor) -> Tensor:
+        x = m.stem(x)
         out = torch.zeros_like(x)
-        for number, block in enumerate(self.experts):
+        for number, block in enumerate(m.experts):
             rows = (expert == number).nonzero().flatten()
             if len(rows):
                 out = out.index_add(0, rows, block(x[rows]))
         return out
 
+    return Of(forward, stem=nn.Linear(6, 6), experts=[Block(6) for _ in range(NUM_EXPERTS)])
 
-class BranchByStep(Blocks):
+
+def branch_by_step() -> nn.Module:
     """A block that is called in every other step, and in its place another order of the rest."""
 
-    def __init__(self) -> None:
-        super().__init__(num_blocks=2)
-        self.branch = nn.ModuleList([Block(6)])
+    def forward(m: Any, x: Tensor, branch: Tensor) -> Tensor:
+        first, second = m.blocks
+        order = (first, m.branch[0], second) if branch.any() else (second, first)
+        return chained(order, m.stem(x))
 
-    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
-        x = self.stem(x)
-        if branch.any():
-            return self.blocks[1](self.branch[0](self.blocks[0](x)))
-        return self.blocks[0](self.blocks[1](x))
+    return Of(forward, stem=nn.Linear(6, 6), blocks=[Block(6), Block(6)], branch=[Block(6)])
 
 
-class Convolutions(nn.Module):
+def batchnorm_conv() -> nn.Module:
     """Conv2d and BatchNorm2d, whose statistics belong to a rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 5, 3, bias=False),
-            nn.BatchNorm2d(5),
-            nn.ReLU(),
-            nn.Conv2d(5, 4, 3, bias=False),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-        )
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(x).mean((2, 3)))
+    layers = nn.Sequential(
+        *(nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5), nn.ReLU()),
+        *(nn.Conv2d(5, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+    )
+    return Of(lambda m, x: m.head(m.layers(x).mean((2, 3))), layers=layers, head=nn.Linear(4, 3))
 
 
-class ChannelsLast(nn.Module):
+def channels_last() -> nn.Module:
     """Weights that are dense but not contiguous."""
+    layers = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 4, 3))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 4, 3))
-        self.to(memory_format=torch.channels_last)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.layers(x.contiguous(memory_format=torch.channels_last)).mean((2, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.contiguous(memory_format=torch.channels_last)).mean((2, 3))
+    return Of(forward, layers=layers).to(memory_format=torch.channels_last)
 
 
 class CausalAttention(nn.Module):
@@ -304,120 +294,76 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x) + self.position[: x.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        return self.head(self.norm(chained(self.blocks, x)))
 
 
-class Recurrent(nn.Module):
+def rnn() -> nn.Module:
     """LSTM and GRU, which keep a list of their weights beside `_parameters`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.LSTM(5, 4, num_layers=2, batch_first=True), nn.GRU(4, 3, batch_first=True)]
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for layer in m.layers:
             x, _ = layer(x)
         return x[:, -1]
 
+    lstm = nn.LSTM(5, 4, num_layers=2, batch_first=True)
+    return Of(forward, layers=[lstm, nn.GRU(4, 3, batch_first=True)])
 
-class Nested(nn.Module):
+
+def nested() -> nn.Module:
     """Units inside units; the outer ones own parameters too."""
 
-    class Stage(nn.Module):
-        """A unit around units."""
+    def stage() -> nn.Module:
+        run = lambda m, x: chained(m.blocks, x * m.gain) + m.gain  # noqa: E731
+        return Of(run, gain=nn.Parameter(torch.full((6,), 0.9)), blocks=[Block(6), Block(6)])
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.full((6,), 0.9))
-            self.blocks = nn.ModuleList([Block(6), Block(6)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x * self.gain
-            for block in self.blocks:
-                x = block(x)
-            return x + self.gain
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.stages = nn.ModuleList([self.Stage(), self.Stage()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for stage in self.stages:
-            x = stage(x)
-        return x
+    run = lambda m, x: chained(m.stages, m.stem(x))  # noqa: E731
+    return Of(run, stem=nn.Linear(6, 6), stages=[stage(), stage()])
 
 
-class InplaceViews(nn.Module):
+def inplace_views() -> nn.Module:
     """Blocks return views, which the caller then changes in place."""
 
-    class Layer(nn.Module):
-        """Returns a view of what its linear returned."""
+    def layer() -> nn.Module:
+        return Of(lambda m, x: m.linear(x).view(-1, 2, 6)[:, 1], linear=nn.Linear(6, 12))
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(6, 12)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x).view(-1, 2, 6)[:, 1]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([self.Layer(), self.Layer(), self.Layer()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            y = layer(x)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        for each in m.layers:
+            y = each(x)
             y += x
             x = y.mul_(0.5)
         return x
+
+    return Of(forward, layers=[layer(), layer(), layer()])
+
+
+class Coder(nn.Module):
+    """A block with two ways in and no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(6, 4)
+        self.up = nn.Linear(4, 6)
+        self.gain = nn.Parameter(torch.ones(4))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.down(x)) * self.gain
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.up(x / self.gain)
 
 
 class OtherMethods(nn.Module):
     """Neither the model nor its coder are called: the loss calls their methods by name."""
 
-    class Coder(nn.Module):
-        """A block with two ways in and no forward."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.down = nn.Linear(6, 4)
-            self.up = nn.Linear(4, 6)
-            self.gain = nn.Parameter(torch.ones(4))
-
-        def encode(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.down(x)) * self.gain
-
-        def decode(self, x: Tensor) -> Tensor:
-            return self.up(x / self.gain)
-
     def __init__(self) -> None:
         super().__init__()
-        self.coders = nn.ModuleList([self.Coder(), self.Coder()])
+        self.coders = nn.ModuleList([Coder(), Coder()])
 
     def encode(self, x: Tensor) -> Tensor:
         return self.coders[0].encode(x)
 
     def decode(self, x: Tensor) -> Tensor:
         return self.coders[1].decode(x)
-
-    @staticmethod
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        """Reconstruct through `encode` and `decode`."""
-        return F.mse_loss(model.decode(model.encode(batch["x"])), batch["y"])
-
-
-def _expert_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch["x"], batch["expert"]), batch["y"])
-
-
-def _branch_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.mse_loss(model(batch["x"], branch=batch["branch"]), batch["y"])
 
 
 def _refused_by_lstm() -> tuple[str, ...]:
@@ -436,19 +382,31 @@ def _refused_by_lstm() -> tuple[str, ...]:
     return tuple(refused)
 
 
+def given_by(name: str) -> Callable[[nn.Module, Batch], Tensor]:
+    """The square error of a model that is given another entry of the batch, too."""
+    return lambda model, batch: F.mse_loss(model(batch["x"], batch[name]), batch["y"])
+
+
+def coded(model: Any, batch: Batch) -> Tensor:
+    return F.mse_loss(model.decode(model.encode(batch["x"])), batch["y"])
+
+
+SIX = numbers(6, out=6)
 MODELS: dict[str, Case] = {
-    "odd_widths": Case(OddWidths, numbers(7, out=5), square_loss),
+    "odd_widths": Case(odd_widths, numbers(7, out=5), square_loss),
     "tied": Case(Tied, tokens(11, 4), next_token_loss),
-    "tied_blocks": Case(TiedBlocks, numbers(6, out=6), square_loss),
-    "frozen": Case(Frozen, numbers(6, out=6), square_loss),
-    "unused_branch": Case(UnusedBranch, numbers(6, out=6), square_loss),
-    "experts": Case(Experts, numbers(6, out=6, expert=expert_of_row), _expert_loss),
-    "branch_by_step": Case(BranchByStep, numbers(6, out=6, branch=branch_of_step), _branch_loss),
-    "batchnorm_conv": Case(Convolutions, numbers(3, 6, 6, out=3), square_loss),
-    "channels_last": Case(ChannelsLast, numbers(3, 6, 6, out=4), square_loss),
+    "tied_blocks": Case(tied_blocks, SIX, square_loss),
+    "frozen": Case(frozen, SIX, square_loss),
+    "unused_branch": Case(unused_branch, SIX, square_loss),
+    "experts": Case(experts, numbers(6, out=6, expert=expert_of_row), given_by("expert")),
+    "branch_by_step": Case(
+        branch_by_step, numbers(6, out=6, branch=branch_of_step), given_by("branch")
+    ),
+    "batchnorm_conv": Case(batchnorm_conv, numbers(3, 6, 6, out=3), square_loss),
+    "channels_last": Case(channels_last, numbers(3, 6, 6, out=4), square_loss),
     "transformer": Case(Transformer, tokens(13, 6), next_token_loss),
-    "rnn": Case(Recurrent, numbers(4, 5, out=3), square_loss, unsupported=_refused_by_lstm()),
-    "nested": Case(Nested, numbers(6, out=6), square_loss),
-    "inplace_views": Case(InplaceViews, numbers(6, out=6), square_loss),
-    "other_methods": Case(OtherMethods, numbers(6, out=6), OtherMethods.loss),
+    "rnn": Case(rnn, numbers(4, 5, out=3), square_loss, unsupported=_refused_by_lstm()),
+    "nested": Case(nested, SIX, square_loss),
+    "inplace_views": Case(inplace_views, SIX, square_loss),
+    "other_methods": Case(OtherMethods, SIX, coded),
 }

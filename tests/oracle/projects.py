@@ -1,21 +1,13 @@
 """Small Lightning projects with no word of ZeRO in them, and how they are run under a strategy.
 
-    def train(strategy):                     # on every rank of the pool
-        return fit(Regression(), strategy, max_epochs=2)
-
-    def test_it(ranks):
-        runs = ranks(2).run(under_all, train, stages=(2, 3))
-        assert_like_ddp(runs)
-
-`under_all` runs a function under "ddp" and under the stages, in one call of the pool; the numbers
-of DDP are the oracle of all others.
+run = fit(Regression(), 3, max_epochs=2)     # on every rank of the pool
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,17 +187,6 @@ def fit(module: LightningModule, strategy: str | int | Strategy, **options: Any)
     trainer = make_trainer(strategy, **options)
     trainer.fit(module, *data)
     return Trace.of(module, trainer)
-
-
-def under_all(
-    function: Callable[..., Trace], *args: Any, stages: Iterable[int], **kwargs: Any
-) -> dict[str | int, Trace]:
-    """`function(strategy, ...)` under DDP and under each of the stages.
-
-    At stages 1 and 2 weights are whole alike: where all three would prove the same over and over,
-    a test names 3 and one of these.
-    """
-    return {name: function(name, *args, **kwargs) for name in ("ddp", *stages)}
 
 
 def assert_like_ddp(runs: Sequence[dict[str | int, Trace]], **how: Any) -> None:

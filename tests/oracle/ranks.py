@@ -55,7 +55,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm import watchdog
-from tests.oracle.forks import ROOT, Process, Server, server, session_folder, without_pytest
+from tests.oracle.forks import ROOT, Process, Server, server, without_pytest
 
 START_SECONDS = 240.0
 MEET_SECONDS = 120.0
@@ -245,7 +245,7 @@ class Rank:
         with log.open("wb") as output, there:
             process = server.start(
                 be_rank,
-                *(index, world_size, folder, session_folder()),
+                *(index, world_size, folder),
                 connection=there,
                 output=output,
                 environment=_environment(index, world_size),
@@ -352,9 +352,7 @@ def _stack_file(folder: Path, index: int) -> Path:
 # ---------------------------------------------------------------------------- the rank's side
 
 
-def be_rank(
-    connection: Connection, index: int, world_size: int, folder: Path, shared: Path
-) -> NoReturn:
+def be_rank(connection: Connection, index: int, world_size: int, folder: Path) -> NoReturn:
     """Be a rank until the test process goes away."""
     threading.Thread(target=_live_as_long_as_the_test, daemon=True).start()
     faulthandler.enable()
