@@ -139,6 +139,11 @@ class StateFiles:
             content = self.of(entry).mapped[start * itemsize : (start + part.numel) * itemsize]
             return content.view(entry[1])
 
+    def holds(self, value: Tensor, entry: Entry, part: Part) -> bool:
+        """Return whether a value is a view of an entry's place."""
+        start = self.place(part) * entry[1].itemsize
+        return value.data_ptr() == self.of(entry).mapped.data_ptr() + start
+
     def blocks(self, batch: Sequence[Part]) -> list[Block]:
         """Return the pages that hold the states of a batch."""
         first = self.place(batch[0]) // PAGE * PAGE
@@ -209,12 +214,8 @@ class FileStep(UnitStep):
     def rest(self, key: str, value: Any, piece: Piece) -> Any:
         if not is_of_elements(key, value, piece) or piece not in self._files:
             return super().rest(key, value, piece)
-        place = self._place_of(key, value, piece)
-        return value if value.data_ptr() == place.data_ptr() else place.copy_(value)
-
-    def _place_of(self, key: str, value: Tensor, piece: Piece) -> Tensor:
-        """Return the place of an entry of a piece's state."""
-        return self._files[piece].mapped((key, value.dtype), Part(piece, 0, piece.numel()))
+        files, place = self._files[piece], ((key, value.dtype), Part.all_of(piece))
+        return value if files.holds(value, *place) else files.mapped(*place).copy_(value)
 
     def _bring_to_rest(self) -> None:
         """Move entries that were added or replaced since the last step to their places."""
@@ -222,10 +223,10 @@ class FileStep(UnitStep):
 
         def freed(key: str, value: Any, piece: Piece) -> Any:
             # It may be a view of another entry's place, which is written to as well.
-            is_in_file = is_of_elements(key, value, piece) and value.untyped_storage().is_shared()
-            if is_in_file and value.data_ptr() != self._place_of(key, value, piece).data_ptr():
-                return value.clone()
-            return value
+            if not is_of_elements(key, value, piece) or not value.untyped_storage().is_shared():
+                return value
+            place = (key, value.dtype), Part.all_of(piece)
+            return value if self._files[piece].holds(value, *place) else value.clone()
 
         for bring in (freed, self.rest):
             for piece in self._files:
@@ -333,6 +334,6 @@ class FileStep(UnitStep):
                 staged = self._files[part.piece].mapped(name, part)
             if value.data_ptr() != staged.data_ptr():
                 staged.copy_(value)
-            return self._place_of(key, value, part.piece)
+            return self._files[part.piece].mapped(name, Part.all_of(part.piece))
 
         return with_entries(state, entry)

@@ -99,7 +99,10 @@ class Stepper(OfOptimizer):
     @property
     def has_own_format(self) -> bool:
         """Return whether only the optimizer itself knows the format of its state dict."""
-        return False
+        if self.way is not Way.ALL_AT_ONCE:
+            return False
+        state: Any = self.state_dict()
+        return not (isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys())
 
     def attach(self, comm: Communicator) -> None:
         """Become the optimizer's stepper; it then holds what it steps, as within a step."""
@@ -256,17 +259,13 @@ class Stepper(OfOptimizer):
     def follow_gradients(self) -> None:
         """Drop gradients of what is stepped that code within the step has dropped."""
 
-    def abandon(self) -> None:
-        """Restore the param groups after a step that an exception ended."""
-        self.show()
-
     def remove(self) -> None:
-        """Stop stepping: the engine has ended."""
-        self.abandon()
+        """Restore the param groups after a run, or a step that an exception ended."""
+        self.show()
 
     def check(self) -> None:
         """Clean up after a step that an exception ended; raise if it is torn."""
-        self.abandon()
+        self.remove()
 
     def describe(self, reason: str) -> str | None:
         """Return a line on how the optimizer is stepped, and the cost; ``None`` if as usual."""

@@ -48,6 +48,11 @@ class Part(NamedTuple):
     start: int
     stop: int
 
+    @classmethod
+    def all_of(cls, piece: Piece) -> Part:
+        """Return the part that is all of a piece."""
+        return cls(piece, 0, piece.numel())
+
     @property
     def numel(self) -> int:
         """The number of its elements."""
@@ -209,11 +214,11 @@ class UnitStep(Stepper):
         next(self._under_way, None)
 
     @override
-    def abandon(self) -> None:
+    def remove(self) -> None:
         if self._under_way is not None:
             with contextlib.suppress(OSError):  # already raised by the step
                 self._under_way.close()
-        super().abandon()
+        super().remove()
 
     def _step(self) -> Generator[None, None, None]:
         """Step batch by batch, the last one while this generator waits."""
@@ -323,7 +328,7 @@ class RoundedStep(UnitStep):
         for piece in pieces:
             if piece.dtype is torch.bfloat16:
                 unit = 0 if self._is_at_once else id(piece.gradients)
-                of_units.setdefault(unit, []).append(Part(piece, 0, piece.numel()))
+                of_units.setdefault(unit, []).append(Part.all_of(piece))
         self.batches = [*of_units.values()]
 
     @override

@@ -106,15 +106,15 @@ class Whole:
         self.member.data, self.member.grad = data, grad
         self.member.requires_grad_(self.piece.requires_grad)
 
-    def pieces(self) -> Iterator[Tensor]:
-        """Yield each rank's piece of what was stepped here."""
-        whole, cut = self.member.detach(), self._cut
+    def parts(self, whole: Tensor) -> list[Tensor]:
+        """Return each rank's part of a whole tensor."""
+        cut = self._cut
         if cut is None:
             flat = [self.piece.range.flat(whole)]
         else:
             flat = [cut.part_of(whole, number).reshape(-1) for number in range(cut.size)]
-        for number, (start, stop) in enumerate(self.ranges):
-            yield flat[number % len(flat)][start:stop]
+        ranges = enumerate(self.ranges)
+        return [flat[number % len(flat)][start:stop] for number, (start, stop) in ranges]
 
     def require_intact(self) -> None:
         """Raise a ``RuntimeError`` if the parameter shows weights again, not what was stepped."""
@@ -126,16 +126,12 @@ class Whole:
                 " needs before the step."
             )
 
-    def keep(self) -> None:
+    def keep(self, rank: int) -> None:
         """Keep this rank's part of what all ranks have stepped, and of the gradient."""
         grad = self.member.grad
-        self.piece.data.copy_(self._own(self.member.detach()))
+        self.piece.data.copy_(self.parts(self.member.detach())[rank])
         if grad is not None and self.piece.grad is not None:
-            self.piece.grad.copy_(self._own(grad))
-
-    def _own(self, whole: Tensor) -> Tensor:
-        part = whole if self._cut is None else self._cut.part_of(whole)
-        return self.piece.range.part_of(part)
+            self.piece.grad.copy_(self.parts(grad)[rank])
 
     def release(self) -> None:
         """Free the memory of a step."""
@@ -189,14 +185,6 @@ class WholeStep(Stepper):
     @override
     def keeps_state_of(self, piece: Piece) -> bool:
         return self._wholes[id(piece)].is_here
-
-    @property
-    @override
-    def has_own_format(self) -> bool:
-        if self.way is not Way.ALL_AT_ONCE:
-            return False
-        state: Any = self.state_dict()
-        return not (isinstance(state, Mapping) and {"state", "param_groups"} <= state.keys())
 
     @override
     def part_of(self, state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any] | None:
@@ -252,7 +240,7 @@ class WholeStep(Stepper):
                 for whole in wholes:
                     whole.require_intact()
                 for whole in wholes:
-                    whole.keep()
+                    whole.keep(self._axis.rank)
             else:
                 self._bring_back(wholes)
         self._release()
@@ -262,7 +250,7 @@ class WholeStep(Stepper):
         sizes: list[list[int]] = [[] for _ in self._loads]
         for whole in wholes:
             if whole.is_here:
-                for part, own in zip(parts, whole.pieces(), strict=True):
+                for part, own in zip(parts, whole.parts(whole.member.detach()), strict=True):
                     part.append(own)
             sizes[whole.owner or 0].append(whole.piece.nbytes)
         received = self._send(parts, sizes)
@@ -288,9 +276,9 @@ class WholeStep(Stepper):
                 whole.member.grad = None
 
     @override
-    def abandon(self) -> None:
+    def remove(self) -> None:
         self._release()
-        super().abandon()
+        super().remove()
 
     def _release(self) -> None:
         if self._is_begun:
