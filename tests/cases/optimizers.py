@@ -15,12 +15,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import prodigyopt
 import pytest
 import schedulefree
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -485,53 +483,6 @@ for number, (name, ask) in enumerate(ASKED):
     after_two = {"on_train_batch_end": lambda m, out, batch, i, a=ask: copy.deepcopy(a(m)) if i == 1 else None}  # fmt: skip
     case("optimizers", lambda n=name: Grouped(n), f"{name}_{ask.__name__}", moments=after_two, max_steps=3, ulps=16,
          stages=(2, 3) if in_files else (3 - number % 3,), settings=({}, FILES) if in_files else ({},))  # fmt: skip
-
-
-# -- what a Trainer does around steps of whole parameters ------------------------------------------
-
-
-def _matrices(m: Any) -> list[nn.Parameter]:
-    return [p for p in m.parameters() if p.dim() == 2 and p.requires_grad]
-
-
-def muon(m: Any) -> Any:
-    return torch.optim.Muon(_matrices(m), 0.02)
-
-
-def prodigy(m: Any) -> Any:
-    return prodigyopt.Prodigy(_matrices(m))
-
-
-class Unfreeze(BaseFinetuning):
-    """Takes a block in after an epoch."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.blocks[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.make_trainable(block := pl_module.net.blocks[0])
-            optimizer.add_param_group({"params": _matrices(block)})
-
-
-class Alike(Made):
-    """Has the same rows on all ranks: of what is unfrozen later DDP averages no gradients."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(self.trainer.strategy.broadcast(batch), batch_idx)
-
-
-AROUND: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
-    "clips_the_norm": (muon, {"gradient_clip_val": 0.3}),
-    "clips_values": (prodigy, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
-    "accumulates": (muon, {"accumulate_grad_batches": 3}),
-    "scales_the_loss": (prodigy, {"gradient_clip_val": 0.3, "precisions": ("16-mixed",)}),
-    "unfreezes": (muon, {"callbacks": lambda: [Unfreeze()], "max_epochs": 2}),
-}
-for number, (name, (make, how)) in enumerate(AROUND.items()):
-    kind = Alike if name == "unfreezes" else Made
-    case("optimizers", lambda m=make, k=kind: k(m), f"whole_{name}", **how, limit_train_batches=3, ulps=128,
-         worlds=(2,), stages=(1 + 2 * (number % 2),))  # fmt: skip
 
 
 # -- optimizers that hold what no copy can: they step the module's own parameters, all at once ------
