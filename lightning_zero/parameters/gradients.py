@@ -29,7 +29,6 @@ reads gradients, :meth:`FlatGradients.settle` writes it back.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -144,7 +143,7 @@ class FlatGradients:
         # The shard of which pieces hold parts, as long as they do.
         self._installed: Callable[[], Tensor | None] = _nothing
         # What the property has returned for averages, as long as it is that.
-        self._shown: dict[int, weakref.ref[FullGrad]] = {}
+        self._shown: dict[int, Callable[[], FullGrad | None]] = {}
         for index, piece in enumerate(pieces):
             piece.gradients, piece.place = self, index
             with internals.as_plain_tensors():
@@ -226,19 +225,11 @@ class FlatGradients:
         return finish
 
     def _add(self, reduced: Tensor, unit: str, tag: int) -> None:
-        """Start to move an average to where gradients rest, added to earlier ones not yet dropped.
-
-        With hybrid sharding it is summed over the copies, too.
-        """
+        """Start to move an average to where gradients rest, added to those not yet dropped."""
         if self._fresh is not None:
             # From this same pass: some gradients came after their unit's reduction.
             self.wait()
-        store, earlier, sum_up = self.store, self._earlier(), None
-        if store.has_copies:
-            sum_up = functools.partial(store.sum_over_copies, unit=unit, tag=tag)
-            if earlier is not None:
-                earlier.mul_(1 / store.comm.mesh.replicate.size)  # every copy adds the same
-        self._fresh = store.accumulate(reduced, earlier, sum_up, unit=unit)
+        self._fresh = self.store.accumulate(reduced, self._earlier(), unit=unit, tag=tag)
 
     def _earlier(self) -> Tensor | None:
         """Return the shard to which new gradients are added; ``None`` if there is none."""
@@ -338,14 +329,12 @@ class FlatGradients:
             return self.lent[index]
         if not self.averaged[index]:
             return None
-        kept = self._shown.get(index)
-        if kept is not None and (grad := kept()) is not None:
+        if (grad := self._shown.get(index, _nothing)()) is not None:
             internals.hold(grad)
-            if grad.is_current:
-                return grad
-        with lasting_tensors():
-            grad = self.average(index)
-        self._shown[index] = weakref.ref(grad)
+        if grad is None or not grad.is_current:
+            with lasting_tensors():
+                grad = self.average(index)
+            self._shown[index] = weakref.ref(grad)
         return grad
 
     def average(self, index: int) -> FullGrad:

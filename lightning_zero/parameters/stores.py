@@ -109,8 +109,7 @@ class Store:
     2. :attr:`gather_weights` whenever weights become whole: ``gather_weights(out, unit=, tag=)``
        starts to fill ``out`` (``[num_shards * n]``) from every rank's shard, quantized if the
        plan says so; :attr:`gather_masters` for whole masters, without loss.
-    3. :meth:`reduced` for the result of a reduction, then :meth:`accumulate` it, which may call
-       :meth:`sum_over_copies`.
+    3. :meth:`reduced` for the result of a reduction, then :meth:`accumulate` it.
     4. :meth:`retire` at the end.
 
     Args:
@@ -150,6 +149,7 @@ class Store:
         copies = comm.transports.get("replicate")
         self.has_copies = copies is not None
         self._copies = copies and comm.coded(copies, plan.reduce_bits, Cargo.GRADIENTS)
+        self._per_copy = 1 / comm.mesh.replicate.size
         self._rest(masters)
 
     @property
@@ -254,22 +254,19 @@ class Store:
         return shard
 
     def accumulate(
-        self,
-        reduced: Tensor,
-        resting: Tensor | None,
-        sum_up: Callable[[Tensor], Work] | None = None,
-        *,
-        unit: str,
+        self, reduced: Tensor, resting: Tensor | None, *, unit: str, tag: int
     ) -> tuple[Tensor, Work]:
         """Start to move a unit's reduced shard to where gradients rest, added to ``resting``.
 
-        The sum is also added up over the copies by ``sum_up``, if given. Returns the resting shard,
-        and the work to wait for before it is read.
+        What is reduced is summed over the copies; what rests is the same in all of them. Returns
+        the resting shard, and the work to wait for before it is read.
         """
-        total = reduced if resting is None else resting.add_(reduced)
-        return total, Pending() if sum_up is None else sum_up(total)
+        total = reduced
+        if resting is not None:
+            total = torch.add(reduced, resting, alpha=self._per_copy, out=resting)
+        return total, self._sum_over_copies(total, unit, tag)
 
-    def sum_over_copies(self, total: Tensor, *, unit: str, tag: int) -> Work:
+    def _sum_over_copies(self, total: Tensor, unit: str, tag: int) -> Work:
         """Start to sum a shard on the device over the copies, in place."""
         copies = self._copies
         return Pending() if copies is None else copies.all_reduce(total, unit=unit, tag=tag)
@@ -381,12 +378,7 @@ class HostStore(Store):
 
     @override
     def accumulate(
-        self,
-        reduced: Tensor,
-        resting: Tensor | None,
-        sum_up: Callable[[Tensor], Work] | None = None,
-        *,
-        unit: str,
+        self, reduced: Tensor, resting: Tensor | None, *, unit: str, tag: int
     ) -> tuple[Tensor, Work]:
         """Start to copy a unit's reduced shard down; what rests comes up to be added.
 
@@ -399,9 +391,8 @@ class HostStore(Store):
             if resting is not None:
                 note("up", resting.numel(), resting.element_size())
                 above = self.comm.transport.passing_buffer(len(resting), resting.dtype, "unreduced")
-                reduced.add_(above.copy_(resting, non_blocking=True))
-            if sum_up is not None:
-                sum_up(reduced).wait()
+                reduced.add_(above.copy_(resting, non_blocking=True), alpha=self._per_copy)
+            self._sum_over_copies(reduced, unit, tag).wait()
 
         note("down", reduced.numel(), reduced.element_size())
         return below, self.comm.host_copies.down(below, reduced, finish, group=unit)

@@ -142,10 +142,17 @@ def take_contents(tensor: Tensor, other: Tensor) -> None:
         setattr(tensor, name, getattr(tensor, name))  # to C++, from where Python keeps them
 
 
+def num_references(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and storage objects refer to the memory of a storage.
+
+    Torch has no public call for it.
+    """
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
 def is_shared(tensor: Tensor) -> bool:
-    """Return whether other tensors share a tensor's storage; torch has no public call for it."""
-    # The tensor and this storage object count, too.
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2)
+    """Return whether other tensors share a tensor's storage."""
+    return num_references(tensor.untyped_storage()) > 2  # it and this storage object
 
 
 has_storage = torch._C._has_storage
@@ -164,11 +171,6 @@ version_of = Tensor._version.__get__  # type: ignore[attr-defined]
 def set_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
     """Set the version counters of tensors."""
     torch._C._autograd._unsafe_set_version_counter((*tensors,), (*versions,))
-
-
-def num_references(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and storage objects refer to the memory of a storage."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 queue_callback = torch.autograd.Variable._execution_engine.queue_callback
