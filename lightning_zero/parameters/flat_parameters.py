@@ -316,6 +316,7 @@ class FlatParameters:
         self.rest()
         if may_be_shared and self.weight.is_shared:
             self.weight.leave()
+            self.edits.values = self.weight.views  # which otherwise keep what is left
         else:
             self.weight.release()
 
