@@ -129,10 +129,6 @@ def slowest(verdicts: Sequence[Verdict]) -> Verdict:
 # -- the trial -------------------------------------------------------------------------------------
 
 
-class Mixes(Exception):
-    """The optimizer does something that is not known to be element-wise."""
-
-
 def reason_against_elements(optimizer: Optimizer, master_of: MasterOf) -> tuple[str, bool]:
     """Return why an optimizer is not known to step by element, as the end of a sentence.
 
@@ -142,21 +138,22 @@ def reason_against_elements(optimizer: Optimizer, master_of: MasterOf) -> tuple[
         The reason, empty if it steps by element, and whether the optimizer touches nothing before
         it calls its closure.
     """
-    cls, waits = type(optimizer), False
-    if is_patched(cls):
-        return "has a `step` that was replaced", waits
-    if cls.state_dict is not Optimizer.state_dict:
-        return "has a state_dict of its own", waits
+    if is_patched(type(optimizer)):
+        return "has a `step` that was replaced", False
+    if type(optimizer).state_dict is not Optimizer.state_dict:
+        return "has a state_dict of its own", False
     try:
         whole, part = (_Trial(optimizer, master_of, is_part=is_part) for is_part in (False, True))
-        with stepping_toys(whole.toys):
-            waits = whole.run()
+    except CannotCopy as error:
+        return str(error), False
+    with stepping_toys(whole.toys):
+        waits = whole.run()
+        if not whole.watch.found:
             part.run()
-    except (Mixes, CannotCopy) as error:
-        return str(error), waits
-    if whole.shown() != part.shown():
-        return "treats a part of a parameter differently from the whole", waits
-    return "", waits
+    reason = whole.watch.found or part.watch.found
+    if not reason and whole.shown() != part.shown():
+        reason = "treats a part of a parameter differently from the whole"
+    return reason, waits
 
 
 class _Trial:
@@ -173,6 +170,7 @@ class _Trial:
 
     Attributes:
         toys: The toys, in pairs.
+        watch: What the optimizer is seen to do.
     """
 
     def __init__(self, optimizer: Optimizer, master_of: MasterOf, *, is_part: bool) -> None:
@@ -202,12 +200,13 @@ class _Trial:
             raise CannotCopy("has no parameters")
         self._copy: Any = copy_of(optimizer, toys)
         self.toys = [toy for pairs in toys.values() for _, toy in pairs]
-        self._watch = Watch(self.toys, self._taken)
+        self.watch = Watch(self.toys, self._taken)
 
     def _toy(self, kind: tuple[int, bool, Any], number: int, master: Tensor) -> Parameter:
         """Return a toy of a shape that neither another one has nor a parameter."""
         num_dims, is_large, dtype = kind
         for index in self._numbers:
+            is_large &= not self._is_part  # as parts may be small
             rows, columns = (128, 8 * index + 128) if is_large else (2, index + 50)
             shape: tuple[int, ...] = (rows, *[1] * (num_dims - 2), columns)
             if num_dims == 0:
@@ -222,16 +221,22 @@ class _Trial:
 
     def run(self) -> bool:
         """Take all steps; return whether none has touched toys before it called its closure."""
-        waits = [self._step(number) for number in range(12)]
-        for late in _LATE:
-            for entries in (*self._copy.param_groups, *self._copy.state.values()):
-                if isinstance(entries, dict) and isinstance(entries.get("step"), _NUMBERS):
-                    entries["step"] = entries["step"] * 0 + late
-            waits.append(self._step(late))
+        waits = []
+        try:
+            for number in (*range(12), *_LATE):
+                for entries in (*self._copy.param_groups, *self._copy.state.values()):
+                    is_counted = isinstance(entries, dict) and "step" in entries
+                    if number in _LATE and is_counted:
+                        entries["step"] = entries["step"] * 0 + number
+                waits.append(self._step(number))
+        except Exception as error:
+            what = f"fails to step a toy parameter ({type(error).__name__}: {error})"
+            self.watch.found = self.watch.found or what
+            return False
         return all(waits)
 
     def _step(self, number: int) -> bool:
-        copied, watch, calls = self._copy, self._watch, list[bool]()
+        copied, watch, calls = self._copy, self.watch, list[bool]()
         grads = [
             torch.linspace(1, -2, toy.numel()).add(number + index).cos().to(toy).view(toy.shape)
             if toy.numel()
@@ -250,32 +255,25 @@ class _Trial:
 
         give()
         places = [toy.data_ptr() for toy in self.toys]
-        try:
-            with watch, _HostReads(watch):
-                for name in ("eval", "train")[number == 0 :]:
-                    if callable(change := getattr(copied, name, None)):
-                        change()
-                watch.has_touched = False
-                takes = "closure" in inspect.signature(type(copied).step).parameters
-                copied.step(closure) if takes else copied.step()
-        except Exception as error:
-            what = f"fails to step a toy parameter ({type(error).__name__}: {error})"
-            raise Mixes(watch.found or what) from error
-        if watch.found:
-            raise Mixes(watch.found)  # it has caught the exception
+        with watch, _HostReads(watch):
+            for name in ("eval", "train")[number == 0 :]:
+                if callable(change := getattr(copied, name, None)):
+                    change()
+            watch.has_touched = False
+            takes = "closure" in inspect.signature(type(copied).step).parameters
+            copied.step(closure) if takes else copied.step()
         if len(calls) > 1:
-            raise Mixes("calls its closure more than once in a step")
+            watch.found = watch.found or "calls its closure more than once in a step"
         if places != [toy.data_ptr() for toy in self.toys]:
-            raise Mixes("replaces the data of a parameter")
-        return calls == [False]
+            watch.found = watch.found or "replaces the data of a parameter"
+        return calls[:1] == [False]
 
     def shown(self) -> list[Any]:
         """Return what each first toy went through; of a single number, what became of it."""
-        trace = self._watch.trace
-        return [trace.get(toy.shape) or toy.detach().reshape(-1).tolist() for toy in self.toys[::2]]
+        trace, first = self.watch.trace, self.toys[::2]
+        return [trace.get(toy.shape, toy.detach().reshape(-1).tolist()) for toy in first]
 
 
-_NUMBERS = (int, float, Tensor)
 # Just before round numbers, at which optimizers do periodic work and late phases begin.
 _LATE = (99, 499, 999, 1999, 9999)
 # The number of elements from which some factor matrices, or keep states in fewer bits.
@@ -321,7 +319,7 @@ def is_element_wise(func: Any) -> bool:
 
 
 class Watch(TorchDispatchMode):
-    """A dispatch mode that raises :class:`Mixes` before what is not known to be element-wise.
+    """A dispatch mode that raises an error before what is not known to be element-wise.
 
     Toys have shapes of their own, and so has each value that comes from one. Single numbers, and
     tensors of other shapes, come from none: no element-wise operation makes them.
@@ -331,7 +329,7 @@ class Watch(TorchDispatchMode):
         outside: The shapes of tensors that must not be touched: the user's own parameters.
 
     Attributes:
-        found: The first reason, in case the optimizer catches the exception.
+        found: The first reason, in case the optimizer catches the error.
         trace: The operations on each toy's values, with the numbers that they use, by its shape.
         has_touched: Whether there was one since this was last reset.
     """
@@ -344,9 +342,9 @@ class Watch(TorchDispatchMode):
         self.has_touched = False
 
     def refuse(self, what: str) -> None:
-        """Raise :class:`Mixes`, with the optimizer's line if it has a file."""
+        """Raise a ``RuntimeError``, which names the optimizer's line if it has a file."""
         self.found = self.found or what + _calling_line()
-        raise Mixes(self.found)
+        raise RuntimeError(self.found)
 
     def __torch_dispatch__(
         self,
@@ -383,18 +381,17 @@ class Watch(TorchDispatchMode):
         self.has_touched = True
         if len(shapes) > 1:
             self.refuse(f"combines values of several parameters ({name})")
-        if name in _NEW:
-            return
-        if not is_element_wise(func):
+        elif name not in _NEW and not is_element_wise(func):
             self.refuse(f"mixes the elements of a parameter ({name})")
-        if internals.is_in_compiled_call():
+        elif internals.is_in_compiled_call():
             self.refuse("compiles its step")  # by sizes that no toy may have
-        numbers = [
-            value.item() if isinstance(value, Tensor) else value
-            for value in row
-            if not isinstance(value, Tensor) or value.numel() == 1
-        ]
-        self.trace[shapes.pop()].append(f"{func} {numbers}")
+        elif name not in _NEW:
+            numbers = [
+                value.item() if isinstance(value, Tensor) else value
+                for value in row
+                if not isinstance(value, Tensor) or value.numel() == 1
+            ]
+            self.trace[shapes.pop()].append(f"{func} {numbers}")
 
 
 def _shapes_of(values: Iterable[Any]) -> set[torch.Size]:
