@@ -368,7 +368,8 @@ def written_by(make: Callable[[], CheckpointIO], is_ours: bool, play: Player) ->
     )
     trainer = play.trainer(plugins=[make()], callbacks=[keep], enable_checkpointing=True, **how)
     trainer.fit(Regression(), rows())
-    trainer.save_checkpoint(path)
+    options: Any = {"storage_options": {"a": 1}} if make is Own else {}
+    trainer.save_checkpoint(path, **options)
     plugin: Any = trainer.strategy.checkpoint_io
     while plugin is not None:
         plugin.teardown()  # a wrapper of Lightning's does not pass that on
@@ -378,7 +379,12 @@ def written_by(make: Callable[[], CheckpointIO], is_ours: bool, play: Player) ->
         found = any(name.endswith("lightning_zero.json") for name in archive.namelist())
     assert found == (is_ours and not play.is_ddp)
     file = torch.load(path, weights_only=True)
-    facts = [sorted(file), sorted(file["optimizer_states"][0]["state"]), file["state_dict"]]
+    facts = [
+        sorted(file),
+        sorted(file["optimizer_states"][0]["state"]),
+        file["state_dict"],
+        file.get("options"),
+    ]
     return play.fit(
         Regression(), plugins=[make()], max_epochs=2, ckpt_path=path, notes=facts, **how
     )

@@ -221,6 +221,29 @@ class Bare(Optimizer):
         return self.optimizer.step(closure)
 
 
+class Counted(Adam):
+    """Counts the calls of its methods and hooks."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.calls = collections.Counter[str]()
+        self.register_step_pre_hook(lambda *_: self.calls.update(["pre"]))
+        self.register_step_post_hook(lambda *_: self.calls.update(["post"]))
+        self.register_state_dict_post_hook(lambda *_: self.calls.update(["state"]))
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls["step"] += 1
+        return super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls["zero_grad"] += 1
+        super().zero_grad(set_to_none)
+
+
+case("optimizers", lambda: Noted(0.05, Counted), "counted_calls", max_epochs=2, accumulate_grad_batches=2, save_at=1, ulps=16,
+     worlds=(1, 2), stages=(3,), moments={"on_fit_end": lambda m: sorted(own(m).calls.items())})  # fmt: skip
+
+
 class ClearsByHand(Made):
     """The optimizer's own ``zero_grad`` is never called so under DDP."""
 
@@ -483,6 +506,29 @@ for number, (name, ask) in enumerate(ASKED):
     after_two = {"on_train_batch_end": lambda m, out, batch, i, a=ask: copy.deepcopy(a(m)) if i == 1 else None}  # fmt: skip
     case("optimizers", lambda n=name: Grouped(n), f"{name}_{ask.__name__}", moments=after_two, max_steps=3, ulps=16,
          stages=(2, 3) if in_files else (3 - number % 3,), settings=({}, FILES) if in_files else ({},))  # fmt: skip
+
+
+class BeginsWithStates(Made):
+    """Starts with an optimizer's states that some run has left."""
+
+    def on_train_start(self) -> None:
+        if hasattr(self, "states"):
+            own(self).load_state_dict(self.states)
+
+
+def begins_with_states(make: Any, play: Player) -> Trace:
+    """Leave states in a file, and begin with them."""
+    path, module = str(play.folder / "saved.ckpt"), BeginsWithStates(make)
+    trainer = play.trainer(max_steps=2)
+    trainer.fit(BeginsWithStates(make), rows())
+    trainer.save_checkpoint(path)
+    module.states = torch.load(path)["optimizer_states"][0]
+    return play.fit(module, max_steps=2)
+
+
+for make in (adam, lambda m: Adafactor(m.parameters(), 0.05)):  # by element, and by owner
+    case("optimizers", name=f"begins_with_states_{make is adam}", loop=functools.partial(begins_with_states, make), stages=(3,),
+         ulps=16)  # fmt: skip
 
 
 # -- optimizers that hold what no copy can: they step the module's own parameters, all at once ------

@@ -20,7 +20,6 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -37,7 +36,7 @@ from torch.optim import Optimizer
 from lightning_zero import ZeROStrategy
 from tests.oracle.by_trainer import Model, Rows
 from tests.oracle.play import Player, case, widen
-from tests.oracle.projects import ByHand, Regression, Trace, rows
+from tests.oracle.projects import ByHand, Noted, Regression, Trace, rows
 
 
 def trainer_of(play: Player, **options: Any) -> Any:
@@ -72,50 +71,6 @@ def use_a_trainer_before_it_is_set_up(play: Player, path: str) -> Any:
         float((a - b).detach().abs().sum())
         for a, b in zip(module.parameters(), other.parameters(), strict=True)
     ]
-
-
-class Unoptimized(Model):
-    def configure_optimizers(self) -> None:
-        return None
-
-
-def train_without_an_optimizer(play: Player, path: str) -> Any:
-    saved(play, Unoptimized(), path)
-    states = torch.load(path, weights_only=True)["optimizer_states"]
-    trainer = fit(play, Unoptimized(), path, max_steps=-1, max_epochs=2)
-    return states, trainer.global_step, trainer.current_epoch
-
-
-class Counted(torch.optim.Adam):
-    """Counts calls."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.calls = {"step": 0, "zero_grad": 0, "pre": 0, "post": 0, "state": 0}
-        self.register_step_pre_hook(lambda *_: self.count("pre"))
-        self.register_step_post_hook(lambda *_: self.count("post"))
-        self.register_state_dict_post_hook(lambda *_: self.count("state"))
-
-    def count(self, what: str) -> None:
-        self.calls[what] += 1
-
-    def step(self, closure: Any = None) -> Any:
-        self.count("step")
-        return super().step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.count("zero_grad")
-        super().zero_grad(set_to_none)
-
-
-class Counting(Model):
-    def configure_optimizers(self) -> Any:
-        return Counted(self.parameters())
-
-
-def count_an_optimizers_calls(play: Player, path: str) -> Any:
-    trainer = saved(play, Counting(), path, max_steps=3, accumulate_grad_batches=2)
-    return trainer.optimizers[0].calls
 
 
 class Renaming(Model):
@@ -173,33 +128,6 @@ def load_in_a_way_of_ones_own(play: Player, path: str) -> Any:
     return found
 
 
-class LoadsStates(Model):
-    """Starts with an optimizer's states that some run has left."""
-
-    def __init__(self, make: Callable[..., Optimizer], states: Any = None) -> None:
-        super().__init__()
-        self.make, self.states = make, states
-
-    def configure_optimizers(self) -> Optimizer:
-        return self.make(self.parameters(), lr=0.02)
-
-    def on_train_start(self) -> None:
-        if self.states is not None:
-            self.trainer.optimizers[0].load_state_dict(self.states)
-
-
-def load_an_optimizers_states(play: Player, path: str) -> Any:
-    found = []
-    for make in (torch.optim.Adam, torch.optim.Adafactor):  # by element, and by owner
-        torch.manual_seed(0)
-        saved(play, LoadsStates(make), path)
-        states = torch.load(path, weights_only=False)["optimizer_states"][0]
-        module = LoadsStates(make, states)
-        fit(play, module)
-        found.append([round(float(p.detach().abs().sum()), 4) for p in module.parameters()])
-    return found
-
-
 class Finetuning(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.net.blocks[0])
@@ -223,19 +151,6 @@ def resume_finetuning(play: Player, path: str) -> Any:
         trainer = fit(play, module, path, callbacks=[Finetuning()], max_epochs=3, **epochs)
         sizes.append([len(group["params"]) for group in trainer.optimizers[0].param_groups])
     return sizes
-
-
-class OptionsIO(TorchCheckpointIO):
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        self.options = storage_options
-        super().save_checkpoint(checkpoint, path)
-
-
-def give_storage_options(play: Player, path: str) -> Any:
-    plugin = OptionsIO()
-    trainer = fit(play, Model(), plugins=[plugin])
-    trainer.save_checkpoint(path, storage_options={"a": 1})
-    return getattr(plugin, "options", None)
 
 
 def replace_clipping(play: Player, path: str) -> Any:
@@ -326,12 +241,8 @@ def patch_clocks_and_generators(play: Player, path: str) -> Any:
 
 USES: dict[Callable[[Player, str], Any], dict[str, Any]] = {
     use_a_trainer_before_it_is_set_up: {},
-    train_without_an_optimizer: {"stages": (1,)},
-    count_an_optimizers_calls: {"stages": (3,)},
     load_in_a_way_of_ones_own: {},
-    load_an_optimizers_states: {"stages": (3,)},
     resume_finetuning: {},
-    give_storage_options: {"stages": (3,)},
     replace_clipping: {},
     look_at_the_precision: {"stages": (1,)},
     patch_clocks_and_generators: {"stages": (3,)},
@@ -344,6 +255,16 @@ def used(use: Callable[[Player, str], Any], play: Player) -> Trace:
 
 for use, how in USES.items():
     case("trainer", name=use.__name__, loop=partial(used, use), **how)
+
+
+class Unoptimized(Noted):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+case("trainer", Unoptimized, max_epochs=2, save_at=1, readers=("again",),
+     moments={"on_train_end": lambda m: (m.global_step, m.current_epoch)})  # fmt: skip
+widen("Unoptimized")
 
 
 # -- methods of Lightning's `Strategy` that are patched by ones that call the instance's -----------
@@ -464,6 +385,3 @@ def copies_at_any_moment(play: Player) -> Trace:
     found = {place: value for place, value in copier.found.items() if place not in FAILED}
     assert len(found) > 100
     return Trace({}, notes=found)
-
-
-widen("count_an_optimizers_calls")
