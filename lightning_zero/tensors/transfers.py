@@ -160,13 +160,6 @@ class StagingMemory(Buffer):
 RING_BYTES = NUM_BUFFERS * CHUNK_BYTES
 
 
-class _Part(NamedTuple):
-    """A part of an upload, of at most :data:`CHUNK_BYTES`: where it goes, and whence."""
-
-    out: Tensor
-    source: Tensor
-
-
 class _Filling(NamedTuple):
     """Memory that a thread fills for a part, in a buffer of the ring."""
 
@@ -208,13 +201,14 @@ class Uploads:
             pairs: Where it goes, and whence: memory or mapped files. Threads cast it.
             then: Starts what comes behind it.
         """
-        parts: deque[_Part] = deque()
+        upload = Upload(self, what, then)
         with lasting_tensors():
             for pair in pairs:
                 numel = CHUNK_BYTES // max(one.element_size() for one in pair)
                 split = zip(*(torch.split(one, numel) for one in pair), strict=True)
-                parts += [_Part(*part) for part in split if part[0].numel()]
-        upload = Upload(self, what, parts, then)
+                upload.parts += [(out, source) for out, source in split if out.numel()]
+        if self.stream is not None:
+            upload.begin = torch.accelerator.current_stream(self.stream.device).record_event()
         self._waiting.append(upload)
         self._fill()
         return upload
@@ -266,6 +260,7 @@ class Uploads:
                     buffer.ends = [self.stream.record_event().synchronize]
                     self._ring.append(buffer)
                 self._fill()
+            assert upload.then is not None
             upload.work = upload.then()
         except Exception as error:
             upload.error = error
@@ -295,12 +290,12 @@ class Uploads:
 
 
 class Upload:
-    """An upload in parts, of which none is sent before it, or a later one, is waited for.
+    """An upload; if it has parts, none is sent before it, or a later one, is waited for.
 
     Attributes:
         what: What it does, for errors.
-        parts: Those that are not being filled yet.
-        then: Starts what comes behind the last.
+        then: Starts what comes behind the last part.
+        parts: Those that are not being filled yet: where they go, and whence.
         begin: The work on the device that it comes behind.
         filling: The parts that threads fill, or have filled.
         work: What ``then`` has started.
@@ -309,16 +304,13 @@ class Upload:
     """
 
     def __init__(
-        self, uploads: Uploads, what: str, parts: deque[_Part], then: Callable[[], Work]
+        self, uploads: Uploads, what: str = "", then: Callable[[], Work] | None = None
     ) -> None:
-        self._uploads = uploads
-        self.what, self.parts, self.then = what, parts, then
-        stream = uploads.stream
-        self.begin: torch.Event | None = None
-        if stream is not None:
-            self.begin = torch.accelerator.current_stream(stream.device).record_event()
+        self._uploads, self.what, self.then = uploads, what, then
+        self.parts: deque[tuple[Tensor, Tensor]] = deque()
         self.filling: deque[_Filling] = deque()
         self.work: Work | None = None
+        self.begin: torch.Event | None = None
         self.end: torch.Event | None = None
         self.error: Exception | None = None
 
@@ -497,7 +489,9 @@ class HostCopies:
                 _copy_and_cast(out, source)
             if after is None:  # otherwise the source is temporary, and nobody writes to it
                 self._up = self._up_stream.record_event()
-            return _Arrival(then(), self._up_stream.record_event(), self.device)
+            upload = Upload(self._uploads)
+            upload.work, upload.end = then(), self._up_stream.record_event()
+            return upload
 
     def wait_until_read(self) -> None:
         """Wait until the device has read all sources sent up, which may then be overwritten."""
@@ -607,18 +601,6 @@ def _copy_and_cast(out: Tensor, source: Tensor) -> None:
         for part, before in zip(*(torch.split(one, numel) for one in (out, source)), strict=True):
             above = torch.empty(len(before), dtype=before.dtype, device=out.device)
             part.copy_(above.copy_(before, non_blocking=True))
-
-
-class _Arrival:
-    """A copy on its way to the device."""
-
-    def __init__(self, work: Work, event: torch.Event, device: torch.device) -> None:
-        self._work, self._event, self._device = work, event, device
-
-    def wait(self) -> None:
-        """Make the current stream wait for it."""
-        self._work.wait()
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
 
 
 class Landing(NamedTuple):

@@ -437,9 +437,14 @@ class Device(TorchDispatchMode):
 
     # -- collectives -----------------------------------------------------------------------------
 
+    def come(self, own: Callable[..., None], sync: Any, *args: Any) -> None:
+        """Come to a sync point, whose message is the host's."""
+        own(sync, *args)
+        if hasattr(sync, "_message"):
+            self.paint(sync._message, "pageable")
+
     def meet(self, own: Callable[[Any], Iterator[Any]], sync: Any) -> Iterator[Any]:
-        """Exchange the messages of a sync point, which are the host's."""
-        self.paint(sync._message, "pageable")
+        """Exchange the messages of a sync point, here or in a thread."""
         with _disable_current_modes():
             for work in own(sync):
                 work.wait()
@@ -652,8 +657,10 @@ def _streams(device: Device) -> Iterator[Any]:
     own = torch.UntypedStorage.resize_
     resize = lambda storage, nbytes: device.resize(own, storage, nbytes)  # noqa: E731
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize)
-    own_hops = control.PendingSync._hops
-    meet = functools.partialmethod(lambda one: device.meet(own_hops, one))
+    begin, hops = control.PendingSync.__init__, control.PendingSync._hops
+    come = functools.partialmethod(lambda one, *args: device.come(begin, one, *args))
+    meet = functools.partialmethod(lambda one: device.meet(hops, one))
+    yield mock.patch.object(control.PendingSync, "__init__", come)
     yield mock.patch.object(control.PendingSync, "_hops", meet)
     for owner, names in (
         (transport, ("_all_gather", "_reduce_scatter")),
