@@ -408,7 +408,7 @@ class _Pickler(pickle.Pickler):
 _OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _READABLE = {
     *_OF_SIZE.values(), torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32,
-    torch.float64, torch.complex32, torch.complex64, torch.complex128,
+    torch.float64, torch.complex64, torch.complex128,
 }  # fmt: skip
 
 

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.control import Control, SyncPoint
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.transport import (
@@ -140,11 +139,6 @@ def _is_there(path: str, inode: int, size: int) -> bool:
         return False
 
 
-def are_supported() -> bool:
-    """Return whether this system supports windows."""
-    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-
-
 WINDOWS_AT_ONCE = 128
 
 
@@ -163,77 +157,29 @@ class WindowBuffer(ReduceBuffer):
         return self.window.used_for[1], False
 
 
-class ReduceWindows:
-    """Windows for the reductions along one axis, all of the largest capacity requested so far.
-
-    Attributes:
-        free: This rank's windows whose reduction is over; a peer may still read them.
-    """
-
-    def __init__(self, axis: Axis, log: CollectiveLog) -> None:
-        self.free: list[Window] = []
-        self._axis, self._log = axis, log
-        self._peers: dict[Address, Window] = {}
-        self._read: tuple[set[Address], set[Address]] = set(), set()
-        self._capacity = 0
-
-    @property
-    def touched_bytes(self) -> int:
-        """Bytes of the free windows that this rank has used."""
-        return sum(window.touched_bytes for window in self.free)
-
-    def take(self, nbytes: int) -> Window:
-        """Return a window that no peer still reads."""
-        # The largest size seen for all windows: untouched pages cost nothing.
-        self._capacity = max(self._capacity, nbytes)
-        for window in self.free:
-            is_as_large = window.address.capacity == self._capacity
-            if is_as_large and window.is_read_by_all(self._axis.rank):
-                self.free.remove(window)
-                return window
-        # Never wait for a reader here: it may itself be waiting for this rank.
-        return Window.create(self._capacity, self._axis.size)
-
-    def of_peer(self, address: Address) -> Window:
-        """Return a peer's window, mapped on first use."""
-        if address not in self._peers:
-            with self._log.explained():
-                self._peers[address] = Window.open(address, self._axis.size)
-        self._read[1].add(address)
-        return self._peers[address]
-
-    def drop_outgrown(self) -> None:
-        """Drop windows that have become too small, and peers' that were not read for two steps.
-
-        A peer may have dropped these, for instance with a backward pass that an exception ended.
-        """
-        self.free = [w for w in self.free if w.address.capacity == self._capacity]
-        self._peers = {
-            address: window
-            for address, window in self._peers.items()
-            if address.capacity == self._capacity and address in self._read[0] | self._read[1]
-        }
-        self._read = self._read[1], set()
-
-    def clear(self) -> None:
-        """Drop all windows, own and peers'."""
-        self.free, self._peers = [], {}
-
-
 class SharedMemory(PointToPoint):
-    """A transport that reads shared memory; data outside of it is sent as messages."""
+    """A transport that reads shared memory; data outside of it is sent as messages.
+
+    Windows for reductions all have the largest capacity requested so far: untouched pages cost
+    nothing.
+    """
 
     reads_peers: ClassVar[bool] = True
     has_tags: ClassVar[bool] = False
 
     def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
         super().__init__(control, axis, device)
-        self._windows = ReduceWindows(axis, self.log)
+        # This rank's windows whose reduction is over; a peer may still read them.
+        self._free: list[Window] = []
+        self._peers: dict[Address, Window] = {}
+        # Those that were read before the last step ended, and since.
+        self._read: tuple[set[Address], set[Address]] = set(), set()
+        self._capacity = 0
 
     @classmethod
     def can_see_peers(cls, control: Control, axis: Axis) -> bool:
         """Return whether every rank can map every other rank's memory; a collective."""
-        sees_all = are_supported()
+        sees_all = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
         window = Window.create(8, axis.size) if sees_all else None
         if window is not None:
             window.view(1, torch.int64).fill_(axis.rank + 1)
@@ -288,8 +234,25 @@ class SharedMemory(PointToPoint):
 
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
-        window = self._windows.take(numel * dtype.itemsize)
+        window = self._take(numel * dtype.itemsize)
         return WindowBuffer(window.view(numel, dtype), window)
+
+    def _take(self, nbytes: int) -> Window:
+        """Return a window that no peer still reads."""
+        self._capacity = max(self._capacity, nbytes)
+        for window in self._free:
+            if window.address.capacity == self._capacity and window.is_read_by_all(self.rank):
+                self._free.remove(window)
+                return window
+        # Never wait for a reader here: it may itself be waiting for this rank.
+        return Window.create(self._capacity, self.size)
+
+    def _of_peer(self, address: Address) -> Window:
+        """Return a peer's window, mapped on first use."""
+        if address not in self._peers:
+            (self._peers[address],) = self._open([address])
+        self._read[1].add(address)
+        return self._peers[address]
 
     @override
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
@@ -305,7 +268,7 @@ class SharedMemory(PointToPoint):
 
         def add_up() -> None:
             tokens = {peer: box.tolist() for peer, box in theirs.items()}
-            windows = {peer: self._windows.of_peer(Address(*t[:-1])) for peer, t in tokens.items()}
+            windows = {peer: self._of_peer(Address(*t[:-1])) for peer, t in tokens.items()}
             summands = [
                 windows.get(rank, own).view(part, dtype, start=self.rank * part)
                 for rank in range(self.size)
@@ -313,25 +276,32 @@ class SharedMemory(PointToPoint):
             sum_into(out, summands)
             for peer, window in windows.items():
                 window.readers[self.rank] = tokens[peer][-1]
-            self._windows.free.append(own)
+            self._free.append(own)
 
         return Pending(*works, then=add_up, begun=(self.log, collective))
 
     @override
     def drop_outgrown(self) -> None:
-        """Free reduce buffers that have become too small; call after a fence, when all are read.
+        """Drop windows that have become too small, and peers' that were not read for two steps.
 
-        The others stay from step to step: fresh pages from the system cost ten times what it costs
-        to fill them.
+        Call it after a fence, when all are read. The others stay: fresh pages from the system cost
+        ten times what it costs to fill them. A peer may have dropped its own, for instance with a
+        backward pass that an exception ended.
         """
-        self._windows.drop_outgrown()
+        self._free = [w for w in self._free if w.address.capacity == self._capacity]
+        self._peers = {
+            address: window
+            for address, window in self._peers.items()
+            if address.capacity == self._capacity and address in self._read[0] | self._read[1]
+        }
+        self._read = self._read[1], set()
 
     @override
     def release(self) -> None:
         """Drop all reduce buffers, the peers' too; memory is freed once all ranks have."""
-        self._windows.clear()
+        self._free, self._peers = [], {}
 
     @property
     @override
     def scratch_bytes(self) -> int:
-        return super().scratch_bytes + self._windows.touched_bytes
+        return super().scratch_bytes + sum(window.touched_bytes for window in self._free)

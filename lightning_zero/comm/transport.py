@@ -10,6 +10,7 @@ of NCCL and every other backend.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
@@ -287,42 +288,14 @@ def copy(out: Tensor, source: Tensor) -> None:
         out.copy_(source)
 
 
-class Inboxes:
-    """Receive buffers, reused by size and dtype until they are cleared."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._bytes_in_use = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of buffers in use or kept for reuse."""
-        free = sum(box.nbytes for boxes in self._free.values() for box in boxes)
-        return free + self._bytes_in_use
-
-    def borrow(self, like: Tensor) -> Tensor:
-        """Return a buffer of the same size and dtype; its content is undefined."""
-        self._bytes_in_use += like.nbytes
-        free = self._free.get((like.numel(), like.dtype))
-        return free.pop() if free else torch.empty_like(like)
-
-    def give_back(self, box: Tensor) -> None:
-        """Keep a borrowed buffer for reuse."""
-        self._bytes_in_use -= box.nbytes
-        self._free.setdefault((box.numel(), box.dtype), []).append(box)
-
-    def clear(self) -> None:
-        """Free all buffers."""
-        self._free.clear()
-        self._bytes_in_use = 0
-
-
 class PointToPoint(Transport):
     """A transport by messages between each pair of ranks; a single rank sends none."""
 
     def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
         super().__init__(control, axis, device)
-        self._inboxes = Inboxes()
+        # Buffers for what is received, reused within a backward pass, and bytes of those in use.
+        self._inboxes: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._bytes_in_use = 0
         others = range(1, self.size)
         self.sources = [(self.rank - step) % self.size for step in others]
         self.targets = [(self.rank + step) % self.size for step in others]
@@ -345,7 +318,9 @@ class PointToPoint(Transport):
         self._note(unit, "reduce", out.numel(), source.tensor.dtype)
         parts = source.tensor.chunk(self.size)
         own = parts[self.rank]
-        inbox = {peer: self._inboxes.borrow(own) for peer in self.sources}
+        free = self._inboxes.setdefault((own.numel(), own.dtype), [])
+        inbox = {peer: free.pop() if free else torch.empty_like(own) for peer in self.sources}
+        self._bytes_in_use += len(inbox) * own.nbytes
         collective = self.log.begin(gradients_of(unit))
         if not own.numel():
             return Pending()
@@ -354,8 +329,8 @@ class PointToPoint(Transport):
         def add_up() -> None:
             # In the order of the ranks, so that every stage and every rank gets the same bits.
             sum_into(out, [inbox.get(rank, own) for rank in range(self.size)])
-            for box in inbox.values():
-                self._inboxes.give_back(box)
+            self._bytes_in_use -= len(inbox) * own.nbytes
+            free.extend(inbox.values())
 
         return Pending(*works, then=add_up, begun=(self.log, collective))
 
@@ -391,11 +366,13 @@ class PointToPoint(Transport):
     @override
     def release_scratch(self) -> None:
         self._inboxes.clear()
+        self._bytes_in_use = 0
 
     @property
     @override
     def scratch_bytes(self) -> int:
-        return self._inboxes.nbytes
+        free = itertools.chain.from_iterable(self._inboxes.values())
+        return self._bytes_in_use + sum(box.nbytes for box in free)
 
 
 # torch 2.13 renamed the two and warns about the old names.
