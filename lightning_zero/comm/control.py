@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import errno
 import io
+import itertools
 import os
 import pickle
 import queue
@@ -23,7 +24,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from itertools import zip_longest
 from math import inf, nan
 from typing import Any, NoReturn
 
@@ -133,7 +133,7 @@ class PendingSync:
         self._control, self._flags = control, flags
         self._name = f"{sync_point.value} {about}" if about else sync_point.value
         self._works: Iterator[Work] | None = None
-        self.is_over = threading.Event()
+        self._is_ahead = sync_point in _AHEAD
         if control.world_size == 1:
             return
         log = control.log
@@ -145,12 +145,11 @@ class PendingSync:
         with lasting_tensors():  # it may be waited for outside of inference mode
             self._message = torch.frombuffer(padded, dtype=torch.uint8)
         self._collective = log.begin(self._name, sync_point.value)
-        self._error: BaseException | None = None
-        if sync_point in _AHEAD:
-            self._works = self._outcome()
+        self._works = self._outcome() if self._is_ahead else self._hops()
+        if self._is_ahead:
+            self.is_over = threading.Event()
+            self._error: BaseException | None = None
             _hand_over(self)
-        else:
-            self._works = self._in_turn()
 
     def wait(self) -> bytes:
         """Return the maximum of each flag over the ranks, once all have come.
@@ -161,6 +160,9 @@ class PendingSync:
         works, self._works = self._works, None
         if works is not None:
             control = self._control
+            if not self._is_ahead and _last is not None and _process == os.getpid():
+                # Messages meet in the order in which ranks have begun them.
+                works = itertools.chain([_last], works)
             control.log.wait(self._collective, works)
             maxima = bytes(self._message[: _HEADER + len(self._flags)].tolist())
             if maxima[: 2 * _CHECKSUM] != with_complements(maxima[:_CHECKSUM]):
@@ -184,12 +186,6 @@ class PendingSync:
         if self._error is not None:
             raise self._error
 
-    def _in_turn(self) -> Iterator[Work]:
-        """Exchange the messages here, after those that the thread exchanges."""
-        if _last is not None and _process == os.getpid():
-            yield _last  # messages meet in the order in which ranks have begun them
-        yield from self._hops()
-
     def _hops(self) -> Iterator[Work]:
         """Make the message the maximum, hop by hop; yield what to wait for."""
         group, message, received = self._control.group, self._message, self._message.clone()
@@ -206,7 +202,9 @@ class PendingSync:
         control = self._control
         places = control.gather_objects((control.watchdog.describe(self._name), self._events))
         where = [place for place, _ in places]
-        for events in zip_longest(*(events for _, events in places), fillvalue="nothing more"):
+        for events in itertools.zip_longest(
+            *(events for _, events in places), fillvalue="nothing more"
+        ):
             if len(set(events)) > 1:
                 where = [f"{w}, after {e}" for w, e in zip(where, events, strict=True)]
                 break
