@@ -16,10 +16,10 @@ import copy
 import errno
 import io
 import itertools
-import os
 import pickle
 import queue
 import threading
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,8 +66,10 @@ class SyncPoint(Enum):
 
 _AHEAD = {SyncPoint.BEGIN, SyncPoint.FORWARD}
 """Those that are waited for later, while the device computes."""
-_TAG = 2**20 + 1
+_TAGS_OF_A_RUN = 2**20
+_TAG = _TAGS_OF_A_RUN - 1
 """Of messages of sync points; those of units have smaller ones."""
+_NUM_RUNS = 2**10
 _CHECKSUM = 4
 _NOTICES = 2
 _HEADER = 2 * _CHECKSUM + _NOTICES
@@ -90,25 +92,11 @@ def hops(rank: int, size: int) -> Iterator[tuple[int, int]]:
         distance *= 2
 
 
-_process = 0
-_begun: queue.SimpleQueue[PendingSync] = queue.SimpleQueue()
-_last: threading.Event | None = None
-"""The end of the last that was begun ahead."""
-
-
-def _hand_over(sync: PendingSync) -> None:
-    """Let the thread exchange the messages of a sync point, after those begun before."""
-    global _process, _begun, _last
-    if _process != os.getpid():
-        _process, _begun = os.getpid(), queue.SimpleQueue()
-        threading.Thread(target=_bring_about, name="zero.sync", daemon=True).start()
-    _last = sync.is_over
-    _begun.put(sync)
-
-
-def _bring_about() -> None:
-    while True:
-        _begun.get().run()
+def _bring_about(begun: queue.SimpleQueue[PendingSync | None]) -> None:
+    """Exchange the messages of one sync point after another."""
+    while (sync := begun.get()) is not None:
+        sync.run()
+        del sync
 
 
 class PendingSync:
@@ -149,7 +137,7 @@ class PendingSync:
         if self._is_ahead:
             self.is_over = threading.Event()
             self._error: BaseException | None = None
-            _hand_over(self)
+            control.begin_ahead(self)
 
     def wait(self) -> bytes:
         """Return the maximum of each flag over the ranks, once all have come.
@@ -160,9 +148,9 @@ class PendingSync:
         works, self._works = self._works, None
         if works is not None:
             control = self._control
-            if not self._is_ahead and _last is not None and _process == os.getpid():
+            if not self._is_ahead and control.last_ahead is not None:
                 # Messages meet in the order in which ranks have begun them.
-                works = itertools.chain([_last], works)
+                works = itertools.chain([control.last_ahead], works)
             control.log.wait(self._collective, works)
             maxima = bytes(self._message[: _HEADER + len(self._flags)].tolist())
             if maxima[: 2 * _CHECKSUM] != with_complements(maxima[:_CHECKSUM]):
@@ -188,10 +176,11 @@ class PendingSync:
 
     def _hops(self) -> Iterator[Work]:
         """Make the message the maximum, hop by hop; yield what to wait for."""
-        group, message, received = self._control.group, self._message, self._message.clone()
-        for target, source in hops(self._control.rank, self._control.world_size):
+        control, message, received = self._control, self._message, self._message.clone()
+        group, tag = control.group, control.first_tag + _TAG
+        for target, source in hops(control.rank, control.world_size):
             with unseen():
-                works = [group.recv([received], source, _TAG), group.send([message], target, _TAG)]
+                works = [group.recv([received], source, tag), group.send([message], target, tag)]
             # To free works that have just ended would take longer than the hop.
             last_works[:] = works
             yield from works
@@ -237,6 +226,9 @@ class Control:
         capacity: Flags that a sync point has room for; the same on all ranks.
         notices: Flags of this rank that every sync point carries besides its own.
         noticed: Their maxima over the ranks, at the last sync point that was waited for.
+        first_tag: The first tag of messages: those of one run never meet what an exception has left
+            of another.
+        last_ahead: The end of the last sync point that a thread takes care of.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
@@ -245,6 +237,9 @@ class Control:
         self.watchdog = Watchdog(self.log)
         self.capacity = 64
         self.notices = bytearray(_NOTICES)
+        self.first_tag = 0
+        self.last_ahead: threading.Event | None = None
+        self._begun_ahead: queue.SimpleQueue[PendingSync | None] | None = None
         self._group: Any = None
         self._separated: list[Control] = []
         if is_initialized() and not alone:
@@ -254,7 +249,8 @@ class Control:
                 self._group = group_for("control", of_hosts=True)
         self.noticed = bytes(_NOTICES) if self.world_size > 1 else self.notices
         if self.world_size > 1 and dist.get_backend() != "fake":
-            self.watchdog.join(self.rank, self.world_size, self.gather_objects)
+            number = self.watchdog.join(self.rank, self.world_size, self.gather_objects)
+            self.first_tag = number % _NUM_RUNS * _TAGS_OF_A_RUN
 
     @property
     def group(self) -> Any:
@@ -270,6 +266,18 @@ class Control:
         """
         assert len(flags) <= self.capacity, "more flags than were reserved"
         return PendingSync(self, sync_point, flags, about)
+
+    def begin_ahead(self, sync: PendingSync) -> None:
+        """Let a thread exchange the messages of a sync point, after those begun before."""
+        if self._begun_ahead is None:
+            begun = self._begun_ahead = queue.SimpleQueue()
+            weakref.finalize(self, begun.put, None).atexit = False
+            # A thread of this run: it may wait in vain for a rank on which the run has ended.
+            thread = threading.Thread(target=_bring_about, args=[begun], name="zero.sync")
+            thread.daemon = True
+            thread.start()
+        self.last_ahead = sync.is_over
+        self._begun_ahead.put(sync)
 
     def reserve(self, num_flags: int) -> None:
         """Make room for ``num_flags`` flags; all ranks must ask for the same number."""
@@ -373,7 +381,7 @@ class Control:
         The group lasts until :meth:`leave`.
         """
         other = copy.copy(self)
-        other._separated = []
+        other._separated, other._begun_ahead = [], None
         if self.world_size > 1:
             other._group = new_group_of_hosts()
             self._separated.append(other)

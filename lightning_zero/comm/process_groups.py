@@ -43,6 +43,7 @@ last_works: list[Any] = []
 
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 _SECONDS_TO_LET_GO = 0.05
+_TAG_OF_NOBODY = 2**31 - 1
 _MOST_CONNECTED = 128
 """Most ranks that a group of hosts connects all with all: each connection is an open file, of which
 many systems allow 1,024 to a process."""
@@ -206,7 +207,9 @@ def give_up() -> None:
         # Of all peers, as the connection to one that has exited breaks without closing the others.
         for peer in {*dist.get_process_group_ranks(group)} - {dist.get_rank()}:
             with contextlib.suppress(RuntimeError):
-                unsent = dist.irecv(torch.empty(1, device="cpu"), peer, group=group, tag=2**20)
+                unsent = dist.irecv(
+                    torch.empty(1, device="cpu"), peer, group=group, tag=_TAG_OF_NOBODY
+                )
                 assert unsent is not None
                 unsent.wait(timedelta(milliseconds=1))
 

@@ -352,7 +352,7 @@ class PointToPoint(Transport):
         """Start to receive from and to send to peers, by their ranks on the axis."""
         # Not `irecv` and `isend`, whose checks take longer than the messages of a small unit.
         group: Any = dist.group.WORLD
-        ranks = self.axis.ranks
+        ranks, tag = self.axis.ranks, self.control.first_tag + tag
         try:
             with unseen():
                 return [

@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -248,7 +249,13 @@ class Line:
         """End the connection; what was sent still arrives."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # processes that were forked have it too
+
+    def __del__(self) -> None:
+        # Not before: a thread that reads from a number that was closed may read what another has.
         self._socket.close()
+
+
+_numbers = itertools.count(1)
 
 
 class Hub:
@@ -258,7 +265,7 @@ class Hub:
         world_size: Number of ranks.
 
     Attributes:
-        offer: Its port, and a word by which it knows its ranks.
+        offer: Its port, a word by which it knows its ranks, and the number of the run.
         hosts: The ranks of each host.
     """
 
@@ -271,7 +278,7 @@ class Hub:
         except (OSError, ValueError):  # a system without one of them
             self._door = socket.create_server(("", 0), backlog=world_size)
         self._door.setblocking(False)
-        self.offer = self._door.getsockname()[1], uuid4().hex
+        self.offer = self._door.getsockname()[1], uuid4().hex, next(_numbers)
         self.hosts: dict[str, list[int]] = {}
         self._lines: dict[Line, int | None] = {}
         self._num_missing = world_size
@@ -397,13 +404,16 @@ class Watchdog:
         # The collectives begun, and since which look and time there are no more.
         self._quiet = (0, 0, 0.0)
 
-    def join(self, rank: int, world_size: int, exchange: Callable[[Any], list[Any]]) -> None:
-        """Join the run of ``world_size`` ranks; ``exchange`` returns every rank's value."""
+    def join(self, rank: int, world_size: int, exchange: Callable[[Any], list[Any]]) -> int:
+        """Join the run of ``world_size`` ranks, and return its number, the same on all ranks.
+
+        ``exchange`` returns every rank's value.
+        """
         _start_to_look()
         hub = Hub(world_size) if rank == 0 else None
         master = process_groups.master()
         offers = exchange((own_address(master) if master else "", hub and hub.offer))
-        port, word = offers[0][1]
+        port, word, number = offers[0][1]
         hosts: dict[str, list[int]] = {}
         for other, (address, _) in enumerate(offers):
             hosts.setdefault(address, []).append(other)
@@ -420,12 +430,13 @@ class Watchdog:
                 end_when_silent(connection)
         except OSError as error:
             log.warning("Rank %d is not watched, as it cannot reach rank 0: %s", rank, error)
-            return
+            return int(number)
         self._line = Line(connection)
         self._line.send("hello", (word, rank))
         self.has_left = False
         self._log.explain = self.explain
         _watchdogs[id(self)] = self
+        return int(number)
 
     # -- where this rank is ----------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from math import log2
 
 import pytest
+import torch
 
-from lightning_zero.comm import Control, SyncPoint
+from lightning_zero.comm import Communicator, Control, Shards, SyncPoint
 from lightning_zero.comm.control import hops
 from tests.oracle.ranks import Pools
 
@@ -46,3 +47,25 @@ def _maxima(number: int) -> list[bytes]:
 def test_all_ranks_get_the_maxima(ranks: Pools, world: int) -> None:
     expected = [bytes([world - 1, 100])] * 21
     assert ranks(world).run(_maxima, 10) == [expected] * world
+
+
+def _train_after_an_exception() -> None:
+    """One rank has begun a sync point and a gather that the other did not come to."""
+    cpu = torch.device("cpu")
+    left = Communicator(cpu, reads_peers=False)
+    if left.control.rank:
+        left.control.call(SyncPoint.FORWARD)
+        left.transport.gather(torch.empty(4), Shards(torch.ones(2)), unit="a", tag=1)
+    left.control.leave()
+    comm = Communicator(cpu, reads_peers=False)
+    whole = torch.empty(4)
+    comm.transport.gather(whole, Shards(torch.full((2,), 3.0)), unit="a", tag=1).wait()
+    assert whole.tolist() == 4 * [3.0]
+    ahead = comm.control.call(SyncPoint.BEGIN)
+    comm.control.call(SyncPoint.STEP).wait()
+    ahead.wait()
+    comm.control.leave()
+
+
+def test_messages_of_a_run_do_not_meet_those_of_another(ranks: Pools) -> None:
+    ranks(2).run(_train_after_an_exception)
