@@ -57,10 +57,10 @@ def build_units(
         for parameter in child._parameters.values()
     }
     divided = {"num_shards": comm.mesh.shard.size, "num_copies": comm.mesh.replicate.size}
+    flats = [flat for spec in specs for flat in spec.flat_parameters]
     if scratch is not None:
-        nbytes = sum(spec.bytes_in_files(**divided) for spec in specs)
+        nbytes = sum(flat.bytes_in_files(**divided) for flat in flats)
         require_room(scratch, nbytes, comm.control, "masters")
-    flats = (flat for spec in specs for flat in spec.flat_parameters)
     layouts = ((flat.layout(**divided), flat.plan) for flat in flats)
     masters = memory_for_masters(layouts, comm, scratch)
     make_store = functools.partial(store_for, comm=comm, scratch=scratch, memory=masters)

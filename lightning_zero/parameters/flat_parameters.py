@@ -263,7 +263,7 @@ class FlatParameters:
                 if cut_of(parameter) is None
             )
             self.take_over(source)
-            if source is not self.weight or plan.are_copies:
+            if source is not self.weight or plan.is_cast:
                 self.weight.tensor.copy_(self.store.as_weights(source.tensor))
 
     def _cut(self) -> list[Piece]:

@@ -101,6 +101,20 @@ RECIPES = {
 class Plan:
     """The three homes of the parameters that share a dtype.
 
+    How whole weights come from masters:
+
+    ================== ============= ===================== =========================================
+    has_master         reshards      is_cast               whole weights
+    ================== ============= ===================== =========================================
+    no                 no            no                    are the masters, in one storage
+    no                 yes           with ``gather_bits``  are gathered from them
+    yes                no            in mixed precision    stay, and are gathered after each step
+    yes                yes           in mixed precision    are cast and gathered before each use
+    ================== ============= ===================== =========================================
+
+    ``rests_apart`` is true in all rows but the first, ``keeps_cast_weights`` in the last if both
+    rest on an accelerator's host.
+
     ``grad`` is the home of gradients between microbatches; they are reduced in its dtype. A reduced
     gradient has the master's dtype, because the optimizer reads it. ``states`` is the medium of
     optimizer states, by default that of the masters. ``gather_bits`` and ``reduce_bits`` are the
@@ -135,11 +149,6 @@ class Plan:
     def rests_apart(self) -> bool:
         """Return whether masters and whole weights lie in different storages."""
         return self.has_master or self.reshards
-
-    @cached_property
-    def are_copies(self) -> bool:
-        """Return whether whole weights are copies of more precise masters."""
-        return self.has_master or self.gather_bits is not None
 
     @cached_property
     def is_cast(self) -> bool:
@@ -181,10 +190,7 @@ class Plan:
 
     def rows(self, kinds: Mapping[str, int]) -> Counter[str]:
         """Return bytes by name, from bytes by kind."""
-        rows: Counter[str] = Counter()
-        for kind, count in kinds.items():
-            rows.update({self.row(kind): count})
-        return rows
+        return Counter({self.row(kind): count for kind, count in kinds.items()})
 
     def resting_bytes(
         self, numel: int, world_size: int, *, trainable: bool = True
@@ -197,11 +203,10 @@ class Plan:
         """
         shard = numel // world_size
         weight = shard if self.reshards else numel
-        is_beside = self.master.medium is self.weight.medium
-        is_cast = self.reshards and self.has_master and is_beside
-        is_cast = is_cast and not self.keeps_cast_weights
+        is_beside = self.has_master and self.master.medium is self.weight.medium
+        comes_from_master = self.reshards and is_beside and not self.keeps_cast_weights
         return {
-            "weights": 0 if is_cast else weight * self.weight.dtype.itemsize,
+            "weights": 0 if comes_from_master else weight * self.weight.dtype.itemsize,
             "gradients": shard * self.master.dtype.itemsize if trainable else 0,
             "master": shard * self.master.dtype.itemsize if self.has_master else 0,
         }
@@ -223,11 +228,7 @@ class Offload:
         for name in ("optimizer", "weights"):
             value = getattr(self, name)
             if value not in (None, "cpu", "nvme"):
-                raise ValueError(f"Expected offload of {name} to 'cpu' or 'nvme', got {value!r}.")
-        if self.optimizer is None and self.weights is None:
-            raise ValueError(
-                "Expected an offload of the optimizer, the weights or both, got neither."
-            )
+                raise ValueError(f"Expected offload_{name}='cpu', 'nvme' or None, got {value!r}.")
 
     @classmethod
     def of_stage(cls, stage: int, medium: str) -> Offload:
@@ -235,17 +236,8 @@ class Offload:
         return cls(medium, medium if stage == 3 else None)
 
     def runs_on(self, device: torch.device) -> bool:
-        """Return whether the engine supports this offload on ``device``.
-
-        On a CPU there are only files to offload to.
-        """
-        media = {self.optimizer, self.weights} - {None}
-        return len(media) == 1 and (device.type != "cpu" or media == {"nvme"})
-
-    def on(self, device: torch.device) -> Offload | None:
-        """Return this offload, or ``None`` if it moves nothing: ``device`` is the host itself."""
-        stays = device.type == "cpu" and {self.optimizer, self.weights} <= {"cpu", None}
-        return None if stays and not self.runs_on(device) else self
+        """Return whether anything moves: from a CPU, which is the host itself, only to files."""
+        return device.type != "cpu" or "nvme" in (self.optimizer, self.weights)
 
     def is_mapped(self, device: torch.device) -> bool:
         """Return whether ``device`` is the host itself, and maps the files as its own memory."""

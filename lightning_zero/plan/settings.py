@@ -134,6 +134,13 @@ def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
     return values.__contains__, " or ".join(map(repr, values))
 
 
+def _maps_optimizers(value: Any) -> bool:
+    words = ("element", "parameter", "model")
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and word in words for name, word in value.items()
+    )
+
+
 def _count(value: Any) -> bool:
     return isinstance(value, int) and value >= 0
 
@@ -150,6 +157,9 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "shard": _is_group("all"),
     "tensor_parallel_size": _is_group(1),
     "accumulate": _one_of(None, "reduce", "local"),
+    "optimizer_step": (
+        _maps_optimizers, "names of optimizer classes, each with 'element', 'parameter' or 'model'",
+    ),
     "reduce_dtype": (
         lambda value: value is None or value.is_floating_point, "a floating-point dtype",
     ),
@@ -205,20 +215,15 @@ class Settings:
     ) -> Settings:
         """Return the settings that arguments of ``ZeROStrategy`` ask for."""
         refuse(others, ARGUMENTS)
-        media = {"offload_optimizer": offload_optimizer, "offload_weights": offload_weights}
-        for name, medium in media.items():
-            if medium not in (None, "cpu", "nvme"):
-                raise ValueError(f"Expected {name}='cpu', 'nvme' or None, got {medium!r}.")
-        if offload_path is not None and "nvme" not in media.values():
+        offload = Offload(offload_optimizer, offload_weights)
+        media = {offload_optimizer, offload_weights}
+        if offload_path is not None and "nvme" not in media:
             raise ValueError(
                 f"offload_path={str(offload_path)!r} has no effect without offload to files. Remove"
                 " it, or set offload_optimizer='nvme'."
             )
-        offload = None
-        if any(media.values()):
-            offload = Offload(offload_optimizer, offload_weights)
         return cls(
-            offload=offload,
+            offload=None if media == {None} else offload,
             offload_path="" if offload_path is None else str(offload_path),
             reduce_dtype=as_dtype(reduce_dtype),
             optimizer_step={} if optimizer_step is None else optimizer_step,
@@ -229,18 +234,6 @@ class Settings:
         for name, (allowed, meaning) in _ALLOWED.items():
             if not allowed(value := getattr(self, name)):
                 raise ValueError(f"Expected {name} to be {meaning}, got {value!r}.")
-        chosen = self.optimizer_step
-        if not isinstance(chosen, Mapping) or not all(isinstance(name, str) for name in chosen):
-            raise ValueError(
-                "Expected optimizer_step to map names of optimizer classes to 'element',"
-                f" 'parameter' or 'model', got {chosen!r}."
-            )
-        for name, word in chosen.items():
-            if word not in ("element", "parameter", "model"):
-                raise ValueError(
-                    f"Expected optimizer_step[{name!r}] to be 'element', 'parameter' or 'model',"
-                    f" got {word!r}."
-                )
         for is_given, fault in self._contradictions():
             if is_given:
                 raise ValueError(fault)
@@ -311,12 +304,8 @@ class Settings:
         return {
             "reads_peers": False if is_coded else None,
             "tensor_size": tensor_size,
-            "num_shards": self.num_shards(world_size, ranks_on_node),
+            "num_shards": self._group("shard", world_size, ranks_on_node),
         }
-
-    def num_shards(self, world_size: int, ranks_on_node: int | None = None) -> int:
-        """Return the number of ranks over which states, gradients and weights are sharded."""
-        return self._group("shard", world_size, ranks_on_node)
 
     def _group(self, name: str, world_size: int, ranks_on_node: int | None) -> int:
         """Return the number of ranks per group that a setting asks for."""
@@ -354,7 +343,7 @@ class Settings:
             return self
         if self.device.type != "cpu":
             self._check_both(self.offload)
-        return replace(self, offload=self.offload.on(self.device))
+        return replace(self, offload=self.offload if self.offload.runs_on(self.device) else None)
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True, trainable: bool = True) -> Plan:
         """Return the plan for parameters of ``dtype``; ``is_cast`` lets the recipe cast fp32."""

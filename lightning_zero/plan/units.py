@@ -246,10 +246,6 @@ class UnitSpec(NamedTuple):
     module: nn.Module
     flat_parameters: list[FlatSpec]
 
-    def bytes_in_files(self, num_shards: int, num_copies: int) -> int:
-        """Return the bytes of weights and masters that a rank will have in files."""
-        return sum(flat.bytes_in_files(num_shards, num_copies) for flat in self.flat_parameters)
-
 
 def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
     """Cut ``module`` into units as ``settings`` say; the root comes last."""

@@ -150,10 +150,10 @@ def test_an_estimate_follows_the_setting() -> None:
 def test_the_setting_is_validated(strategy: Any) -> None:
     assert strategy(optimizer_step={"Mine": "parameter"}).settings.optimizer_step
     with pytest.raises(
-        ValueError, match=r"optimizer_step\['Mine'\] to be 'element', .* got 'rows'"
+        ValueError, match=r"Expected optimizer_step to be .*'element', .* got {'Mine': 'rows'}"
     ):
         strategy(optimizer_step={"Mine": "rows"})
-    with pytest.raises(ValueError, match="Expected optimizer_step to map names"):
+    with pytest.raises(ValueError, match="Expected optimizer_step to be names of optimizer"):
         strategy(optimizer_step="parameter")
 
 

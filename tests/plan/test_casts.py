@@ -1,44 +1,18 @@
 """Which weights mixed precision casts: those that autocast casts anyway, and no others."""
 
 import copy
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from lightning_zero.plan.casts import uncast_parameters
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
-
-class Raw(nn.Module):
-    """Parameters without a module of their own, each used in another way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        names = ("position", "gain", "weight", "bias", "turned", "twice", "seen", "unused")
-        for name in names:
-            shape = (8,) if name in ("gain", "bias") else (8, 8)
-            self.register_parameter(name, nn.Parameter(torch.randn(shape) / 4))
-        self.inner = nn.Linear(8, 8)
-        self.calls: list[Any] = []
-        self.register_buffer("count", torch.zeros(()))
-        self.others = [torch.zeros(())]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.append((torch.rand(()), random.random(), np.random.rand()))
-        self.count += 1
-        self.others[0].add_(1)
-        x = self.inner(x + self.position) * self.gain
-        x = torch.addmm(self.bias, x.view(-1, self.weight.shape[0]), self.weight)
-        x = x @ self.turned.T.contiguous()
-        x = x @ self.twice + x @ self.twice
-        return F.linear(x, self.seen) + self.seen.mean()
 
 
 class Normalized(nn.Linear):
@@ -46,17 +20,6 @@ class Normalized(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, F.normalize(self.weight), self.bias)
-
-
-class Branching(nn.Module):
-    """Looks at numbers, which a run without any cannot."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight if x.sum() > 0 else x
 
 
 class Attention(nn.Module):
@@ -97,9 +60,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
         (5, 2, 8),
         {"weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"},
     ),
-    "raw": (Raw, (8, 8), {"position", "gain", "twice", "seen", "unused"}),
-    "subclass": (lambda: Normalized(8, 8), (4, 8), {"weight"}),
-    "branching": (Branching, (4, 8), {"weight"}),
+    "subclass": (lambda: Normalized(8, 8), (4, 8), {"weight", "bias"}),
+    "transformers": (lambda: Conv1D(8, 4), (2, 4), set()),
     "tied": (tied, (4, 8), {"0.weight"}),
 }
 """By name: a module, the shape of its input, the names of its parameters that stay in fp32."""
@@ -138,25 +100,6 @@ def test_what_is_cast_changes_no_bit(name: str, device: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_the_dry_run_leaves_no_trace() -> None:
-    module = Raw()
-    state, python = torch.random.get_rng_state(), random.getstate()
-    of_numpy = np.random.get_state()[1].tolist()
-    uncast(module)
-    assert module.calls == []
-    assert module.count == module.others[0] == 0
-    assert np.random.get_state()[1].tolist() == of_numpy
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert random.getstate() == python
-
-
-def test_a_model_is_no_part_of_the_dry_run() -> None:
-    model = Raw()
-    assert {id(p) for p in model.parameters()} - uncast_parameters(model) == {
-        id(p) for p in model.inner.parameters()
-    }
-
-
 def test_forwards_that_were_put_in_the_place_of_others_are_not_known() -> None:
     module = nn.Linear(8, 8)
     forward = module.forward
@@ -165,7 +108,7 @@ def test_forwards_that_were_put_in_the_place_of_others_are_not_known() -> None:
 
 
 def test_other_choices() -> None:
-    model = nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8), nn.Linear(8, 8), Raw())
+    model = nn.Sequential(nn.Embedding(4, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     assert uncast(model, "all") == {"1.weight", "1.bias"}
     assert len(uncast(model, "none")) == len(list(model.parameters()))
     half = nn.Embedding(4, 8).bfloat16()
