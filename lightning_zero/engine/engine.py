@@ -314,8 +314,6 @@ class Engine:
 
 def piece_among(engines: Sequence[Engine]) -> Callable[[Parameter], Piece | None]:
     """Return a function that finds this rank's piece of a parameter of any of several modules."""
-    if len(engines) == 1:
-        return engines[0].sharded.piece
 
     def find(parameter: Parameter) -> Piece | None:
         found = (engine.sharded.piece(parameter) for engine in engines)

@@ -103,12 +103,21 @@ class Hooks:
         self._on_grad = on_grad
         self.hook_unfrozen()
 
-    def add(self, before: Hook, after: Hook, *, with_kwargs: bool = False) -> None:
-        """Call ``before`` and ``after`` around the forward of their module."""
-        module = before.module
+    def add(
+        self,
+        module: nn.Module,
+        before: Callable[..., Any],
+        after: Callable[..., Any],
+        needless: tuple[Callable[[], bool] | None, Callable[[], bool] | None] = (None, None),
+        *,
+        releases: bool = False,
+        with_kwargs: bool = False,
+    ) -> None:
+        """Call ``before`` and ``after`` around a module's forward, unless they are needless."""
+        first = Hook(module, before, needless[0], releases=releases)
         self.handles += [
-            module.register_forward_pre_hook(before, prepend=True, with_kwargs=with_kwargs),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_pre_hook(first, prepend=True, with_kwargs=with_kwargs),
+            module.register_forward_hook(Hook(module, after, needless[1]), always_call=True),
         ]
 
     def hook_unfrozen(self) -> None:

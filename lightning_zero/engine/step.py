@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm import Communicator, Pending, PendingSync, SyncPoint
 from lightning_zero.engine.backward import Backward, Phase
-from lightning_zero.engine.module_hook import Hook, Hooks
+from lightning_zero.engine.module_hook import Hooks
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit, with_grad
@@ -75,10 +75,12 @@ class Step:
         for unit in inner:
             releases = unit.weights.reshards
             may_skip = None if releases else unit.inline
-            before = functools.partial(self._before_unit, unit)
             self.hooks.add(
-                Hook(unit.module, before, may_skip, releases=releases),
-                Hook(unit.module, functools.partial(self._after_unit, unit), may_skip),
+                unit.module,
+                functools.partial(self._before_unit, unit),
+                functools.partial(self._after_unit, unit),
+                (may_skip, may_skip),
+                releases=releases,
                 with_kwargs=True,
             )
         # Children too: a hook may call `self.net(x)`, and the root may hold some of its weights.
@@ -91,12 +93,10 @@ class Step:
             and next(child.parameters(), None) is not None
         ]
         for child in (module, *children):
-            skips = (self._skips_enter, self._skips_leave)
-            before_skips, after_skips = skips if child is module else (root.inline, root.inline)
-            self.hooks.add(
-                Hook(child, self._before_root, before_skips, releases=root.weights.reshards),
-                Hook(child, self._after_root, after_skips),
-            )
+            is_root = child is module
+            skips = (self._skips_enter, self._skips_leave) if is_root else (root.inline,) * 2
+            releases = root.weights.reshards
+            self.hooks.add(child, self._before_root, self._after_root, skips, releases=releases)
         # Weights of the root that are cast are shown only while a module that holds them runs.
         cast = {
             id(parameter): (flat, parameter, *classes)
@@ -107,10 +107,8 @@ class Step:
         for child in module.modules():
             held = [cast[id(p)] for p in child._parameters.values() if id(p) in cast]
             if held:
-                self.hooks.add(
-                    Hook(child, functools.partial(self._before_holder, held)),
-                    Hook(child, functools.partial(self._after_holder, held)),
-                )
+                before = functools.partial(self._before_holder, held)
+                self.hooks.add(child, before, functools.partial(self._after_holder, held))
 
     # -- the forward -----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ transitions.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from enum import Enum
 
@@ -133,7 +134,7 @@ class Weights:
 
     def pin_if_viewed(self, tensor: Tensor) -> None:
         """Keep the weights whole until the end of the step if ``tensor`` is a view of them."""
-        if self.reshards and internals.has_storage(tensor):
+        if internals.has_storage(tensor):
             storage = tensor.untyped_storage()._cdata
             own = [flat.weight.tensor.untyped_storage()._cdata for flat in self._flats]
             self.is_pinned |= storage in own
@@ -152,33 +153,27 @@ class Weights:
         self._release(may_be_shared=not torch.is_grad_enabled())
 
     @span("reshard")
-    def _release(self, *, may_be_shared: bool, keeps_edits: bool = True) -> None:
+    def _release(self, *, may_be_shared: bool) -> None:
         if self.residency is Residency.IN_FLIGHT:
             self._end_unshard()
-        if keeps_edits:
-            self._store_edits()
+        self._store_edits()
         for flat in self._flats:
             flat.release(may_be_shared=may_be_shared)
         self.residency, self.shows = Residency.RELEASED, Shows.GUARD
 
-    def end_step(self, *, keeps_edits: bool = True) -> None:
+    def end_step(self) -> None:
         """Release or guard whole weights at the end of a step."""
         # Others may refer to what was whole for longer than its module ran.
         may_be_shared = self.is_pinned or self.stays_shown
         self.is_pinned = self.stays_shown = False
         for flat in self._flats:
             flat.edits.in_step = False
-        if self.shows is Shows.MASTERS:
-            if keeps_edits:
-                self._store_edits()
-        elif self.residency is not Residency.RELEASED and self.reshards:
-            self._release(may_be_shared=may_be_shared, keeps_edits=keeps_edits)
-        elif self.residency is Residency.WHOLE:
-            if keeps_edits:
-                self._store_edits()
-            else:
-                for flat in self._flats:
-                    flat.point_at_weights()
+        if self.residency is Residency.RELEASED:
+            return
+        if self.reshards and self.shows is not Shows.MASTERS:
+            self._release(may_be_shared=may_be_shared)
+        else:
+            self._store_edits()
             if self.shows is Shows.WEIGHTS:
                 self.guard()
 
@@ -190,13 +185,15 @@ class Weights:
         """End a step that an exception ended, without its edits, which others may not have made."""
         for flat in self._flats:
             flat.is_recorded = False
-        try:
-            self.wait()
-        except RuntimeError:
-            # The ranks waited for are gone, and their parts with them.
+        if self.residency is Residency.IN_FLIGHT:
+            # The ranks waited for may be gone, and their parts with them.
+            with contextlib.suppress(RuntimeError):
+                for work in self._works:
+                    work.wait()
             self._works = []
+        if self.residency is not Residency.RELEASED and self.shows is not Shows.MASTERS:
             self._end_unshard()
-        self.end_step(keeps_edits=False)
+        self.end_step()
 
     def retire(self) -> None:
         """Free the weights after the parameters were pointed elsewhere."""

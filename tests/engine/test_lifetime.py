@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
@@ -264,25 +263,10 @@ def steps_that_last(way: str) -> list[dict[str, int]]:
     return measured
 
 
-def fits_that_last() -> list[dict[str, int]]:
-    """Return what is held after 5 and after 20 fits, each with a checkpoint."""
-    measured = []
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(1, 21):
-            trainer = make_trainer(3)
-            trainer.fit(Regression(), rows(8))
-            trainer.save_checkpoint(f"{folder}/a.ckpt")
-            if number in (5, 20):
-                del trainer
-                measured.append(held())
-    return measured
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [*WAYS, "fits"])
+@pytest.mark.parametrize("way", WAYS)
 def test_nothing_grows_in_long_runs(ranks: Pools, way: str) -> None:
-    run = (fits_that_last,) if way == "fits" else (steps_that_last, way)
-    for early, late in ranks(2).run(*run, timeout=500):
+    for early, late in ranks(2).run(steps_that_last, way, timeout=500):
         assert late["threads"] <= early["threads"], (early, late)
         assert late["files"] <= early["files"], (early, late)
         assert late["KiB"] <= early["KiB"] + 1024, (early, late)
