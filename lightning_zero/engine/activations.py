@@ -118,35 +118,24 @@ class ActivationOffload(Replacements):
     """Units whose activations are offloaded to host memory until their backward.
 
     Args:
-        modules: The modules of all units but the root, whose own activations stay on the device.
-        weights: The whole weights of all units.
+        units: All units; the root's own activations stay on the device.
         copies: Copies between the device and its host.
         least_bytes: Smaller storages stay, as do tensors that are more than a view of a storage.
     """
 
     def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        weights: Iterable[Tensor],
-        copies: HostCopies,
-        least_bytes: int = LEAST_BYTES,
+        self, units: Sequence[Unit], copies: HostCopies, least_bytes: int = LEAST_BYTES
     ) -> None:
         super().__init__()
         self._copies, self._least_bytes = copies, least_bytes
+        weights = [flat.weight.tensor for unit in units for flat in unit.flat_parameters]
         self._weights = {weight.untyped_storage()._cdata for weight in weights}
         # A storage is copied once, however many views of it autograd saves.
         self._by_storage: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._last_call: weakref.ref[_Call] | None = None
-        for module in modules:
-            self.wrap(module, "forward", self._run)
-
-    @classmethod
-    def of(
-        cls, units: Sequence[Unit], copies: HostCopies, least_bytes: int = LEAST_BYTES
-    ) -> ActivationOffload:
-        """Offload the activations of all ``units`` but the root."""
-        weights = (flat.weight.tensor for unit in units for flat in unit.flat_parameters)
-        return cls([unit.module for unit in units if unit.name], weights, copies, least_bytes)
+        for unit in units:
+            if unit.name:
+                self.wrap(unit.module, "forward", self._run)
 
     @staticmethod
     def require(device: torch.device) -> None:

@@ -88,9 +88,7 @@ class ReductionOrder:
             assert self._work is not None
             maxima = self._work.wait()
             has_turn = maxima[ChangeCheck.NUM_FLAGS :]
-            self._change_check.compare(
-                maxima[: ChangeCheck.NUM_FLAGS], self._control.gather_objects
-            )
+            self._change_check.compare(maxima[: ChangeCheck.NUM_FLAGS])
             self._left = [
                 unit for unit in self._order if has_turn[unit.index] and True in unit.wants
             ]

@@ -104,7 +104,7 @@ class Engine:
             ActivationCheckpointing.chosen(choice, module, modules)
         ]
         if settings.activation_offload:
-            self._wrapped.append(ActivationOffload.of(sharded.units, comm.host_copies))
+            self._wrapped.append(ActivationOffload(sharded.units, comm.host_copies))
         _engines.append(weakref.ref(self, _engines.remove))
 
     @property

@@ -224,16 +224,8 @@ class ChangeCheck:
                 checksum = zlib.crc32("\n".join(lines).encode(), checksum)
         return with_complements(checksum.to_bytes(self.NUM_FLAGS // 2, "big"))
 
-    def compare(self, flags: bytes, exchange: Callable[[Any], list[Any]]) -> None:
-        """Raise on all ranks if the maxima show that they differ.
-
-        Args:
-            flags: The maxima.
-            exchange: Exchanges a value between all ranks, which are at the sync point; returns all.
-
-        Raises:
-            RuntimeError: The ranks differ. All raise the same text.
-        """
+    def compare(self, flags: bytes) -> None:
+        """Raise the same ``RuntimeError`` on all ranks if the maxima show that they differ."""
         if flags != with_complements(flags[: len(flags) // 2]):
             lines = [
                 f"Parameter {name!r}: {'trained' if p.requires_grad else 'frozen'}"
@@ -241,7 +233,7 @@ class ChangeCheck:
             ]
             for number, optimizer in enumerate(self._sharded.optimizers):
                 lines += group_lines(optimizer, f"optimizer {number}")
-            refuse(exchange(lines))
+            refuse(self._sharded.comm.control.gather_objects(lines))
 
 
 # -- gradients of tensor-parallel ranks ------------------------------------------------------------

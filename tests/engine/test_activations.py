@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import weakref
 from typing import Any
@@ -41,7 +40,7 @@ class Residual(nn.Module):
 
 def offloading(engine: Engine, *, is_on: bool = True) -> ActivationOffload:
     units = engine.sharded.units if is_on else []
-    return ActivationOffload.of(units, engine.comm.host_copies, 1)
+    return ActivationOffload(units, engine.comm.host_copies, 1)
 
 
 def train(*, is_away: bool, recomputes: bool = False, autocast: bool = False) -> list[Tensor]:
@@ -130,12 +129,11 @@ def test_what_is_fetched_and_dropped_is_written_before_it_is_freed() -> None:
 
 
 def fit_both_ways() -> None:
-    every_storage = functools.partial(ActivationOffload.of, least_bytes=1)
     losses = []
     for choices in ({}, {"activation_offload": True, "activation_checkpointing": True}):
         with (
             beside_the_host() as memories,
-            mock.patch.object(ActivationOffload, "of", every_storage),
+            mock.patch.object(ActivationOffload.__init__, "__defaults__", (1,)),
             mock.patch.object(ActivationOffload, "require"),
         ):
             losses.append(fit(Regression(), ZeROStrategy(3, units=[Block], **choices)).losses)

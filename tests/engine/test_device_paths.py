@@ -137,7 +137,7 @@ def steps(way: Way, folder: str, device: Device | None = None) -> tuple[Any, lis
     optimizer = adamw(model.parameters())
     engine.adopt(optimizer)
     units = engine.sharded.units if way.offloads_activations else []
-    offload = ActivationOffload.of(units, comm.host_copies)
+    offload = ActivationOffload(units, comm.host_copies)
     for _ in range(3):
         gc.collect()
         if device is not None:
