@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,28 +66,16 @@ class ZeROPrecision(ShardedPrecision, Precision):
         """Act on the gradients of ``engine``, without keeping it alive."""
         self._engine, self.device = weakref.ref(engine), engine.comm.device.type
 
-    def _evaluation(self) -> AbstractContextManager[Any]:
-        """Return a step of the engine that no backward pass follows."""
-        engine = self._engine()
-        return nullcontext() if engine is None else engine.step(awaits_backward=False)
-
     @override
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
-        with self._evaluation(), super().val_step_context():
+        """Enter a step of the engine that no backward pass follows."""
+        engine = self._engine()
+        step = nullcontext() if engine is None else engine.step(awaits_backward=False)
+        with step, self.forward_context():
             yield
 
-    @override
-    @contextmanager
-    def test_step_context(self) -> Iterator[None]:
-        with self._evaluation(), super().test_step_context():
-            yield
-
-    @override
-    @contextmanager
-    def predict_step_context(self) -> Iterator[None]:
-        with self._evaluation(), super().predict_step_context():
-            yield
+    test_step_context = predict_step_context = val_step_context
 
     @override
     def pre_backward(self, tensor: torch.Tensor, module: pl.LightningModule) -> torch.Tensor:  # type: ignore[override]
