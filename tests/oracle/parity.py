@@ -92,7 +92,7 @@ def differences(
             narrow = dtype if dtype and dtype.itemsize < target.itemsize else None
             if (distance := distance_in_ulps(value, target, narrow)) > ulps:
                 yield f"{name} is off by {distance:.3g} ulps"
-    eps = max(1e-4, 8 * torch.finfo(dtype).eps if dtype else 0.0)
+    eps = max(1e-4, max(8, ulps) * torch.finfo(dtype).eps if dtype else 0.0)
     for what in ("losses", "notes", "saved"):
         mine, its = getattr(ours, what), getattr(theirs, what)
         is_compared = what != "saved" or (mine and its)
