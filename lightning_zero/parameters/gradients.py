@@ -240,8 +240,6 @@ class FlatGradients:
         held = [piece.grad for piece in self.pieces]
         shard = self._installed()
         parts = [piece.range.in_shard for piece in self.pieces]
-        if not [grad for grad in held if grad is not None]:
-            return None  # an optimizer has dropped them
         if shard is None or True in [
             grad is None or grad.data_ptr() != shard[part].data_ptr()
             for grad, part in zip(held, parts, strict=True)

@@ -75,9 +75,10 @@ def local_of(parameter: Any) -> Any:
 def make_distributed(module: nn.Module) -> None:
     """Replace whole local parts by DTensors, as before :func:`make_local`."""
     made: dict[int, Parameter] = {}
-    for child, forms in _local_modules(module):
-        child.__class__ = original_class(child)
-        del vars(child)[_FORMS]
+    for child in [*module.modules()]:
+        forms: dict[str, DTensorForm] = vars(child).pop(_FORMS, {})
+        if forms:
+            child.__class__ = original_class(child)
         for name, form in forms.items():
             parameter = child._parameters[name]
             if parameter is not None:
@@ -128,12 +129,6 @@ def loading_whole() -> Iterator[None]:
         yield
     finally:
         _are_whole = before
-
-
-def _local_modules(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, DTensorForm]]]:
-    for child in [*module.modules()]:
-        if (forms := vars(child).get(_FORMS)) is not None:
-            yield child, forms
 
 
 def _require_plain(module: nn.Module) -> None:

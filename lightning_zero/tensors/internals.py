@@ -20,7 +20,6 @@ import torch._functorch.vmap as _vmap
 import torch.fx.experimental.proxy_tensor as _proxies
 import torch.optim.optimizer as _optimizers
 import torch.utils._foreach_utils as _foreach_utils
-import torch.utils._python_dispatch as _python_dispatch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -29,9 +28,6 @@ as_plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 without_interception = torch._C.DisableTorchFunction
 """Like :data:`as_plain_tensors`, but also disables torch function modes."""
-
-without_modes = _python_dispatch._disable_current_modes
-"""A context that disables all dispatch modes."""
 
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 leave_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
