@@ -245,10 +245,14 @@ class ModelPlan:
                 self._states.require_units()
         own, num_copies = rank % num_shards, world_size // num_shards
         state_of = self._states.of_rank(own, num_shards)
-        units = [
-            UnitTerms.of(spec, own, num_shards, num_copies, state_of)
-            for spec in (specify_units(self.module, settings) if stage else ())
-        ] or self._terms_of_ddp(state_of, adds=adds)
+        units = [] if stage else self._terms_of_ddp(state_of, adds=adds)
+        for spec in specify_units(self.module, settings) if stage else ():
+            flats = [
+                (flat.plan, flat.layout(num_shards, num_copies), [p for _, p in flat.named],
+                 flat.trainable)
+                for flat in spec.flat_parameters
+            ]  # fmt: skip
+            units.append(UnitTerms.of(spec.name, flats, own, state_of))
         rests = sum((unit.rests for unit in units), Counter(buffers=self._buffers))
         still = {kind: rests[kind] for kind in KINDS}
         if not self.has_units:

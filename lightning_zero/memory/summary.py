@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from lightning_zero.engine import Engine
 from lightning_zero.memory.report import format_bytes
 from lightning_zero.memory.states import OptimizerStates
-from lightning_zero.memory.walk import resting_rows
+from lightning_zero.memory.walk import UnitTerms
 from lightning_zero.plan import whole_tensors
 from lightning_zero.tensors import bytes_held, without_draws
 
@@ -55,16 +55,20 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     """Return rows on the bytes of a rank, on the device, on its host and in files."""
     device, missing = engine.sharded.settings.device, "activations"
     try:
-        rests = resting(engine)
+        units = terms_of(engine)
     except Exception:  # toys run the user's code, whose errors must not end the run
-        rests, missing = resting(engine, counts_states=False), "activations and states"
+        units, missing = terms_of(engine, counts_states=False), "activations and states"
+    rests = _rests(engine, units)
     away = {
         word: sum(count for row, count in rests.items() if row.startswith(f"{word} "))
         for word in ("host", "disk")
     }
     at_rest = rests.total() - sum(away.values())
     what = "between steps" if engine.sharded.optimizers else "of weights"
-    peak = format_bytes(at_rest + _in_use(engine))
+    *inner, root = (unit.gathered for unit in units)
+    at_once = max if engine.sharded.settings.reshard_after_forward else sum
+    in_use = root + at_once([*inner, 0]) + max(unit.partial for unit in units)
+    peak = format_bytes(at_rest + in_use)
     found = f"{format_bytes(at_rest)} {what}, peak {peak} + {missing}"
     held = engine.sharded.memory()
     on_host = sum(held.values()) if device.type == "cpu" else 0
@@ -78,39 +82,36 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     return rows
 
 
-def resting(engine: Engine, *, counts_states: bool = True) -> Counter[str]:
+def resting(engine: Engine) -> Counter[str]:
     """Return this rank's bytes from the first step on, between steps, by kind and medium.
 
     Without optimizers these are the weights. Kinds are those of ``ShardedModel.memory``. Optimizers
     step toys for the bytes of their states.
     """
+    return _rests(engine, terms_of(engine))
+
+
+def _rests(engine: Engine, units: Iterable[UnitTerms]) -> Counter[str]:
+    buffers = sum(map(bytes_held, whole_tensors(engine.sharded.module)))
+    return sum((unit.rests for unit in units), Counter({"buffers": buffers}))
+
+
+def terms_of(engine: Engine, *, counts_states: bool = True) -> list[UnitTerms]:
+    """Return the terms of an engine's units."""
     sharded, axis = engine.sharded, engine.comm.mesh.shard
     dtypes = {id(p): flat.plan.master.dtype for flat in sharded.flats for p in flat.parameters}
     states = OptimizerStates(sharded.optimizers if counts_states else [], dtypes=dtypes)
-    rows = Counter({"buffers": sum(map(bytes_held, whole_tensors(sharded.module)))})
+    trains = bool(sharded.optimizers)
     with without_draws():
-        state_of = states.of_rank(axis.rank, axis.size)
-        for flat in sharded.flats:
-            own = [piece.parameter for piece in flat.pieces]
-            trainable = flat.trainable and bool(sharded.optimizers)
-            rows += resting_rows(
-                flat.plan, flat.layout, own, axis.rank, state_of, trainable=trainable
-            )
-    return rows
-
-
-def _in_use(engine: Engine) -> int:
-    """Return the bytes of whole weights and unreduced gradients while a unit is at work."""
-    sharded = engine.sharded
-    weights, gradients = [], []
-    for unit in sharded.units:
-        flats = [flat for flat in unit.flat_parameters if flat.plan.reshards]
-        weights.append(sum(f.layout.numel * f.plan.weight.dtype.itemsize for f in flats))
-        flats = [flat for flat in unit.flat_parameters if flat.trainable]
-        gradients.append(sum(f.layout.numel * f.plan.grad.dtype.itemsize for f in flats))
-    *inner, root = weights
-    at_once = max(inner, default=0) if sharded.settings.reshard_after_forward else sum(inner)
-    return root + at_once + (max(gradients) if sharded.optimizers else 0)
+        state_of, found = states.of_rank(axis.rank, axis.size), []
+        for unit in sharded.units:
+            flats = [
+                (flat.plan, flat.layout, [piece.parameter for piece in flat.pieces],
+                 flat.trainable and trains)
+                for flat in unit.flat_parameters
+            ]  # fmt: skip
+            found.append(UnitTerms.of(unit.name, flats, axis.rank, state_of))
+    return found
 
 
 @contextlib.contextmanager

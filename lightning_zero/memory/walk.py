@@ -8,7 +8,7 @@ backward and of the one being reduced, and activations.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from lightning_zero.comm import Codec
 from lightning_zero.memory.dry_run import Event, Kind
-from lightning_zero.plan import Layout, Medium, Plan, Settings, UnitSpec
+from lightning_zero.plan import Layout, Medium, Plan, Settings
 from lightning_zero.tensors import numel_at_a_time
 
 RESTING = ("weights", "gradients", "master", "states", "buffers")
@@ -38,21 +38,8 @@ StateOf = Callable[[Parameter, int], int]
 """Returns the optimizer state bytes of a number of elements of a parameter; 0 if it is frozen."""
 
 
-def resting_rows(
-    plan: Plan,
-    layout: Layout,
-    parameters: Sequence[Parameter],
-    rank: int,
-    state_of: StateOf,
-    *,
-    trainable: bool,
-) -> Counter[str]:
-    """Return the bytes of a rank's part of flat parameters between steps, by kind and medium."""
-    kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
-    sizes = [stop - start for start, stop, _ in layout.pieces(rank)]
-    if not any(size or not p.numel() for size, p in zip(sizes, parameters, strict=True)):
-        kinds["gradients"] = 0  # a rank whose shard is padding keeps none
-    return plan.rows({**kinds, "states": sum(map(state_of, parameters, sizes))})
+Flat = tuple[Plan, Layout, Sequence[Parameter], bool]
+"""Parameters on one flat buffer, and whether they are trained."""
 
 
 @dataclass
@@ -82,35 +69,35 @@ class UnitTerms:
     trainable: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(
-        cls, spec: UnitSpec, rank: int, num_shards: int, num_copies: int, state_of: StateOf
-    ) -> UnitTerms:
-        """Return the terms that a unit, not allocated yet, will have on a rank of a copy."""
-        terms = cls(spec.name)
-        for flat in spec.flat_parameters:
-            plan, trainable = flat.plan, flat.trainable
-            layout, parameters = flat.layout(num_shards, num_copies), [p for _, p in flat.named]
-            rests = resting_rows(plan, layout, parameters, rank, state_of, trainable=trainable)
-            terms.rests += rests
+    def of(cls, name: str, flats: Iterable[Flat], rank: int, state_of: StateOf) -> UnitTerms:
+        """Return the terms of a unit, allocated or not, on a rank of a copy."""
+        terms = cls(name)
+        for plan, layout, parameters, trainable in flats:
+            kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
+            sizes = [stop - start for start, stop, _ in layout.pieces(rank)]
+            if not any(size or not p.numel() for size, p in zip(sizes, parameters, strict=True)):
+                kinds["gradients"] = 0  # a rank whose shard is padding keeps none
+            kinds["states"] = sum(map(state_of, parameters, sizes))
+            terms.rests += plan.rows(kinds)
             if plan.reshards:
                 terms.gathered += layout.numel * plan.weight.dtype.itemsize
             if not trainable:
                 continue
             partial = in_flight = layout.numel * plan.grad.dtype.itemsize
             if plan.reduce_bits is not None:
-                codes = num_shards * Codec(layout.shard_numel).nbytes
+                codes = layout.world_size * Codec(layout.shard_numel).nbytes
                 at_once = min(layout.numel, numel_at_a_time(plan.grad.device))
                 terms.coding += codes + 2 * torch.float32.itemsize * at_once
                 in_flight = 2 * codes
-            shard = rests[plan.row("gradients")]
+            shard = kinds["gradients"]
             terms.partial += partial
             # The sum of one rank's gradients is these themselves.
-            terms.in_flight += 0 if num_shards == 1 and shard == partial else in_flight
+            terms.in_flight += 0 if layout.world_size == 1 and shard == partial else in_flight
             if plan.media["gradients"] is Medium.DEVICE:
                 terms.shard += shard
             else:
                 terms.leaving += shard
-            terms.trainable |= {name for name, _ in flat.named}
+            terms.trainable |= {slot.name for slot in layout.slots}
         return terms
 
 
