@@ -54,10 +54,13 @@ def main(words: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=_versions())
-    subparsers = parser.add_subparsers(required=True, metavar="command", dest="command")
+    subparsers = parser.add_subparsers(metavar="command", dest="command")
     for add in (_add_estimate, _add_inspect, _add_convert):
         add(subparsers)
     arguments = parser.parse_args(words)
+    if arguments.command is None:
+        parser.print_help()
+        return 2
     try:
         code = int(_of(f"run_{arguments.command}")(arguments))
         sys.stdout.flush()
@@ -114,7 +117,12 @@ def _add_estimate(commands: Any) -> None:
     )
     parser.add_argument("--precision", choices=_PRECISIONS, help="as in the Trainer")
     parser.add_argument("--optimizer", help="a name in torch.optim")
-    parser.add_argument("--batch", nargs="*", default=[], help='one rank\'s, e.g. "int64[4,128]"')
+    parser.add_argument(
+        "--batch",
+        nargs="*",
+        default=[],
+        help='of one rank: "int64[4,128]", several tensors, or "[int64[4,128]]" for a list of one',
+    )
     parser.add_argument(
         "--accumulate-grad-batches", type=int, help="default: as in the YAML, else 1"
     )

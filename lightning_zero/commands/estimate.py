@@ -283,6 +283,9 @@ def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:
     missing = [] if found[0].has_units else ["gathered weights", "unreduced gradients"]
     missing += [] if subject.has_activations else ["activations"]
     head = subject.describe() + (f"\nNot counted: {', '.join(missing)}." if missing else "")
+    if missing:
+        what = "--batch" if found[0].has_units else "a model (file.py:Class) and its --batch"
+        head += f"\nTo count them, pass {what}."
     if subject.has_activations and subject.microbatch.device.type != subject.device.type:
         head += "\nActivations are those of CPU kernels, as torch finds no accelerator here."
     columns = [

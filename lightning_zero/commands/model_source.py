@@ -104,16 +104,22 @@ def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_batch(specs: Sequence[str]) -> Any:
-    """Make a batch without data from ``int64[4,128]`` or ``x=float32[4,3,32,32] y=int64[4]``."""
+    """Make a batch without data from ``int64[4,128]`` or ``x=float32[4,3,32,32] y=int64[4]``.
+
+    ``[int64[4,128]]`` is a list of one tensor, as `TensorDataset` yields.
+    """
     if not specs:
         return None
+    if len(specs) == 1 and (only := re.fullmatch(r"\[(.+)\]", specs[0])) is not None:
+        return [parse_batch([only[1]])]
     named: dict[str, Tensor] = {}
     for place, spec in enumerate(specs):
         match = re.fullmatch(r"(?:(\w+)=)?(\w+)\[([\d, ]*)\]", spec)
         dtype = getattr(torch, match.group(2), None) if match else None
         if match is None or not isinstance(dtype, torch.dtype):
             raise ValueError(
-                f"Expected a batch such as int64[4,128] or x=float32[4,8], got {spec!r}."
+                "Expected a batch such as int64[4,128], x=float32[4,8] or [int64[4,128]], a list of"
+                f" one tensor, got {spec!r}."
             )
         shape = [int(size) for size in match.group(3).split(",") if size.strip()]
         named[match.group(1) or str(place)] = torch.empty(shape, dtype=dtype, device="meta")

@@ -50,7 +50,7 @@ def format_ranks(world_size: int) -> str:
 def parse_bytes(text: str) -> int:
     """Parse a number of bytes such as ``80GB``, ``24 GiB`` or ``1e9``."""
     match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    if match is None:
+    if match is None or re.fullmatch(r"\d{1,4}", text.strip()):  # a unit was forgotten
         raise ValueError(f"Expected a number of bytes such as '80GB' or '24GiB', got {text!r}.")
     number, prefix, is_binary = match.groups()
     scale = _PREFIXES[prefix.upper()]

@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -145,7 +146,7 @@ def optimizers_for(
     """
     configure = getattr(module, "configure_optimizers", None)
     if choice is None and configure is not None:
-        return _configured(type(module).__name__, configure)
+        return _configured(module, configure)
     cls = _named(choice) if isinstance(choice, str) else choice or torch.optim.AdamW
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     return [cls(trainable)] if trainable else []
@@ -164,15 +165,29 @@ def _named(name: str) -> Callable[[list[Parameter]], Optimizer]:
     return known[name.lower()]
 
 
-def _configured(name: str, configure: Callable[[], Any]) -> list[Optimizer]:
+_RUN = SimpleNamespace(
+    max_epochs=1, max_steps=1000, estimated_stepping_batches=1000, num_training_batches=1000,
+    accumulate_grad_batches=1, world_size=1, global_step=0, current_epoch=0,
+)  # fmt: skip
+"""What schedules ask a Trainer for; their rates change no bytes."""
+
+
+def _configured(module: nn.Module, configure: Callable[[], Any]) -> list[Optimizer]:
+    name = type(module).__name__
+    lightning = module if isinstance(module, LightningModule) and not module._trainer else None
     try:
+        if lightning is not None:
+            lightning.trainer = _RUN  # type: ignore[assignment]
         found = [one for one in tree_leaves(configure()) if isinstance(one, Optimizer)]
     except Exception as error:
         raise ValueError(
             f"{name}.configure_optimizers does not run without a Trainer: {first_line(error)} Pass"
-            " `optimizer`: a name in torch.optim, or a function that makes an optimizer from a list"
-            " of parameters."
+            " `optimizer` (--optimizer): a name in torch.optim, or in Python a function that makes"
+            " an optimizer from a list of parameters."
         ) from error
+    finally:
+        if lightning is not None:
+            lightning.trainer = None
     if not found:
         raise ValueError(f"{name}.configure_optimizers returned no optimizer. Pass `optimizer`.")
     return found

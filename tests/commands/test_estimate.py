@@ -100,6 +100,7 @@ Trainer(strategy="zero3", devices=2), after import lightning_zero
 
 1,000,000,000 parameters, 32-true, AdamW
 Not counted: gathered weights, unreduced gradients, activations.
+To count them, pass a model (file.py:Class) and its --batch.
 """,
         ),
         (
@@ -117,6 +118,46 @@ def test_the_first_lines_say_what_to_do(capsys: Any, words: str, expected: str) 
     code, out, error = run(capsys, *words.split())
     assert (code, error) == (0, "")
     assert out.startswith(expected)
+
+
+SCHEDULED = """
+import torch
+from lightning.pytorch import LightningModule
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, index):
+        (x,) = batch
+        return self.layer(x).sum()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        steps = self.trainer.estimated_stepping_batches
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)]
+"""
+
+
+def test_a_schedule_of_the_steps_and_a_batch_of_one_tensor(capsys: Any, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(SCHEDULED)
+    code, out, error = run(capsys, f"{tmp_path}/net.py:Net", "--batch", "[float32[4,8]]")
+    assert (code, error) == (0, "")
+    assert "SGD" in out
+    assert "Not counted" not in out
+    asking = SCHEDULED.replace("estimated_stepping_batches", "datamodule.steps")
+    (tmp_path / "asking.py").write_text(asking)
+    code, _, error = run(capsys, f"{tmp_path}/asking.py:Net")
+    assert code == 1
+    assert "does not run without a Trainer" in error
+    assert "--optimizer" in error
+
+
+def test_without_words_the_commands_are_listed(capsys: Any) -> None:
+    assert main([]) == 2
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("estimate", "inspect", "convert"))
 
 
 def test_command_on_a_class_with_a_batch(capsys: Any, tmp_path: Path) -> None:
@@ -241,7 +282,6 @@ def test_command_names_what_a_configuration_lacks(
         (["gone.py:Model"], "there is no file gone.py"),
         (["gone.yaml"], "found nothing at gone.yaml"),
         ([f"{ROOT}/examples/zero3.yaml"], "has no `model.class_path`"),
-        ([GPT], "configure_optimizers does not run without a Trainer"),
         (["10B", "--optimizer", "adamm"], "Expected an optimizer of torch.optim"),
         (["10B", "--ranks", "0"], "Expected world_size >= 1, got 0."),
         (["10B", "--batch", "int64[2]"], "A number of parameters has no activations"),
