@@ -55,7 +55,9 @@ class CollectiveLog:
             all ranks.
         untagged: The last collective that only its order identifies, if there was one.
         explain: Called with the error of a collective that failed; may raise a better one.
-        verdict: The error that ended the run on all ranks: every collective raises it.
+        verdict: The error that ended the run on all ranks.
+        is_over: Whether the connections are given up, so that every collective raises the verdict.
+            Until then, collectives that the others have begun too still end.
         begun: How many collectives of each channel have begun.
         waiting: The wait that is under way, if any.
     """
@@ -66,13 +68,14 @@ class CollectiveLog:
         self.untagged: CollectiveId | None = None
         self.explain: Callable[[BaseException], None] = lambda _: None
         self.verdict = ""
+        self.is_over = False
         self.begun: Counter[str] = Counter()
         self.waiting: Wait | None = None
         self._numbers = itertools.count(1)
 
     def begin(self, name: str, channel: str = "") -> CollectiveId:
         """Note that this rank begins a collective."""
-        if self.verdict:
+        if self.is_over:
             raise RuntimeError(self.verdict)
         channel = channel or name
         self.begun[channel] += 1
@@ -89,7 +92,7 @@ class CollectiveLog:
 
         Like :meth:`wait_for`, whose context would cost six calls for every message.
         """
-        if self.verdict:
+        if self.is_over:
             # Gloo may wait forever for works after one has failed.
             raise RuntimeError(self.verdict)
         self.waiting = Wait(collective, next(self._numbers), monotonic(), sys._getframe(1))

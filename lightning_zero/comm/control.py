@@ -201,7 +201,7 @@ class PendingSync:
         if control.log.untagged is not None:
             # They may have met the wrong ones, or wait on a device for ones that never come: their
             # groups cannot be used again.
-            control.log.verdict = verdict
+            control.log.verdict, control.log.is_over = verdict, True
             give_up_devices()
         raise RuntimeError(verdict)
 

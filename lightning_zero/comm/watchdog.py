@@ -18,7 +18,7 @@ Every rank has a connection to a **hub** in the process of rank 0. Nothing is se
                                                                       all wait, each for what
                             waits still? <─────────── ask ──────────  another has not begun?
                                          ──────────── answer ──────>  each has waited all the time?
-    raises ────────────────────────────────────────── end ─────────>  the first error ends the run
+    raises ────────────────────────────────────────── failed ──────>  the first error ends the run
     a message fails ───────────────────────────────── lost ────────>
     needs no more ─────────────────────────────────── left ────────>
                             has the run ended? <───── end ──────────
@@ -31,9 +31,10 @@ file may take as long as it likes: it has no place. On a device, messages are on
 host may be blocked anywhere behind one that never ends. So a rank that begins nothing for 5 s is in
 the place of the last message that it has queued, as if it waited for that; the proof is the same.
 
-A rank that waits when the run ends gives up its connections at once, so that the wait raises. One
-that computes raises at its next collective; if it waits in a collective of the user's own, which no
-log knows, it gives up its connections :data:`GRACE_SECONDS` later.
+A rank that waits when the run ends gives up its connections at once, so that the wait raises, or
+after :data:`LAST_SECONDS` if another has raised an exception. One that computes raises at its next
+collective; if it waits in a collective of the user's own, which no log knows, it gives up its
+connections :data:`GRACE_SECONDS` later.
 
 After the set-up no rank asks the store of the process group for anything: rank 0, which usually
 hosts it, may exit before the others.
@@ -80,6 +81,10 @@ QUIET_SECONDS = 5.0
 
 GRACE_SECONDS = 5.0
 """How long after the end a rank that waits nowhere keeps its connections."""
+
+LAST_SECONDS = 1.0
+"""How long a rank waits for one collective after another has raised an exception. That may have
+begun it: where all ranks raise at one place, each gets there and raises its own exception."""
 
 _ANSWER_SECONDS = 5
 """How long a rank waits for its hub: to connect, to send, and for an answer."""
@@ -287,7 +292,7 @@ class Hub:
         self._loss: tuple[int, str] | None = None
         self._suspects: dict[int, int] = {}
         self._round, self._answers = 0, set[int]()
-        self._end = ""
+        self._end: tuple[str, str] | None = None
 
     @property
     def ends(self) -> list[Any]:
@@ -324,13 +329,13 @@ class Hub:
         self._num_missing -= 1
         if not self._num_missing:
             self._door.close()
-        if self._end:
-            line.send("end", self._end)
+        if self._end is not None:
+            line.send(*self._end)
 
     def _take(self, rank: int, kind: str, value: Any) -> None:
         """Take a message of a rank."""
-        if kind == "end":
-            self._publish(value)
+        if kind == "failed":
+            self._publish(value, "failed")
         elif kind == "lost":
             error, place = value
             self._note(rank, place)
@@ -366,11 +371,11 @@ class Hub:
         elif self._answers == set(waits):
             self._publish(diverged(self._places), is_news=True)
 
-    def _publish(self, end: str, *, is_news: bool = False) -> None:
+    def _publish(self, end: str, kind: str = "end", *, is_news: bool = False) -> None:
         """End the run on all ranks with an error, unless it has ended."""
-        if not self._end:
-            self._end = end
-            self._send("end", end)
+        if self._end is None:
+            self._end = kind, end
+            self._send(kind, end)
             if is_news:
                 log.error("%s", end)
 
@@ -477,6 +482,7 @@ class Watchdog:
     def _lose(self, error: BaseException) -> None:
         """End the run because a connection has broken, unless it has ended."""
         if self._log.verdict:
+            self._log.is_over = True
             return
         what = next(iter(str(error).splitlines()), "")
         if self._line is not None:
@@ -485,6 +491,7 @@ class Watchdog:
         # Before anything is given up: a rank that its device lets go must raise it.
         if not self._log.verdict:
             self._log.verdict = _lost(what, {0: "does not answer" if self._line else "has exited"})
+        self._log.is_over = True
         # What a device still sends would never arrive, and the process could not exit.
         process_groups.give_up_devices()
 
@@ -499,7 +506,7 @@ class Watchdog:
             self._lose(error)
             error.__cause__, error.args = RuntimeError(*error.args), (self._log.verdict,)
         elif not self._log.verdict and self._line is not None:
-            self._line.send("end", _failed(self._rank, self._log.step, error))
+            self._line.send("failed", _failed(self._rank, self._log.step, error))
             self._has_ended.wait(_ANSWER_SECONDS)  # until all have been told
 
     def leave(self) -> None:
@@ -528,8 +535,8 @@ class Watchdog:
             for kind, value in line.receive():
                 if kind == "ask":
                     line.send("answer", (value, _sent(self.place())))
-                elif kind == "end":
-                    self._stop(value)
+                elif kind in ("failed", "end"):
+                    self._stop(value, is_over=kind == "end")
                 elif kind == "silent":
                     log.error("%s", end := _lost_host(self._neighbors))
                     self._stop(end)
@@ -547,9 +554,10 @@ class Watchdog:
                 if self._told != before:
                     line.send("place", _sent(here))
 
-    def _stop(self, end: str) -> None:
+    def _stop(self, end: str, *, is_over: bool = True) -> None:
         """End the run on this rank."""
         self._log.verdict = self._log.verdict or end
+        self._log.is_over = self._log.is_over or is_over
         self._ended_at = monotonic()
         for line in self.ends:
             line.close()
@@ -567,10 +575,11 @@ class Watchdog:
     def _obey(self, ended_at: float) -> None:
         """Make this rank's waits raise, also those that the log does not know."""
         waiting = self._log.waiting
-        if waiting is not None and monotonic() - waiting.since > TICK:
-            process_groups.give_up()
-        elif monotonic() - ended_at > GRACE_SECONDS:
-            self._ended_at = inf
+        patience = TICK if self._log.is_over else LAST_SECONDS
+        waits = waiting is not None and monotonic() - waiting.since > patience
+        if waits or monotonic() - ended_at > GRACE_SECONDS:
+            self._ended_at = ended_at if waits else inf
+            self._log.is_over = True
             process_groups.give_up()
 
 

@@ -10,7 +10,6 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -172,12 +171,12 @@ _RUN = SimpleNamespace(
 """What schedules ask a Trainer for; their rates change no bytes."""
 
 
-def _configured(module: nn.Module, configure: Callable[[], Any]) -> list[Optimizer]:
+def _configured(module: Any, configure: Callable[[], Any]) -> list[Optimizer]:
     name = type(module).__name__
-    lightning = module if isinstance(module, LightningModule) and not module._trainer else None
+    is_without = getattr(module, "_trainer", module) is None  # a LightningModule on its own
     try:
-        if lightning is not None:
-            lightning.trainer = _RUN  # type: ignore[assignment]
+        if is_without:
+            module._trainer = _RUN
         found = [one for one in tree_leaves(configure()) if isinstance(one, Optimizer)]
     except Exception as error:
         raise ValueError(
@@ -186,8 +185,8 @@ def _configured(module: nn.Module, configure: Callable[[], Any]) -> list[Optimiz
             " an optimizer from a list of parameters."
         ) from error
     finally:
-        if lightning is not None:
-            lightning.trainer = None
+        if is_without:
+            module._trainer = None
     if not found:
         raise ValueError(f"{name}.configure_optimizers returned no optimizer. Pass `optimizer`.")
     return found

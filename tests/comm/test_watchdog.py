@@ -8,6 +8,7 @@ import socket
 import time
 import weakref
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ import pytest
 import torch.distributed as dist
 from pytest_mock import MockerFixture
 
-from lightning_zero.comm import Control, SyncPoint, process_groups, watchdog
+from lightning_zero.comm import Control, SyncPoint, collective_log, process_groups, watchdog
 from lightning_zero.comm.watchdog import Hub, Line, Place, are_stuck
 from tests.oracle.launch import run_script
 from tests.oracle.ranks import Pools, RankError, impatient
@@ -91,7 +92,7 @@ def test_a_deadlock_is_proven_by_ranks_that_stay_where_they_were_when_asked() ->
     [(kind, text)] = ranks.say(0, "answer", (2, asdict(a)))
     assert kind == "end"
     assert "diverged: rank 0 waits in step 0 for a (called at train.py:1); rank 1 waits" in text
-    assert ranks.say(1, "end", "another error comes too late") == [("end", text)]
+    assert ranks.say(1, "failed", "another error comes too late") == [("end", text)]
 
 
 def test_a_rank_that_goes_on_is_not_asked() -> None:
@@ -112,7 +113,7 @@ def test_who_has_gone_is_named(is_gone: bool) -> None:
 
 def test_strangers_are_not_heard() -> None:
     ranks = Ranks()
-    for words in (b"GET / HTTP/1.1\n", b'["hello", ["x", 1]]\n["end", "no"]\n'):
+    for words in (b"GET / HTTP/1.1\n", b'["hello", ["x", 1]]\n["failed", "no"]\n'):
         ours, theirs = socket.socketpair()
         ranks.hub.add(theirs)
         ours.sendall(words)
@@ -158,6 +159,31 @@ def test_a_rank_that_waits_nowhere_gives_up_its_connections_once(
     watch.look()
     watch.look()
     assert given_up == ["give_up"]
+
+
+def test_what_has_been_begun_ends_after_an_exception_of_another_rank(
+    mocker: MockerFixture, given_up: list[str]
+) -> None:
+    """So each of several ranks that raise at one place gets there."""
+    now = mocker.patch.object(watchdog, "monotonic", return_value=0.0)
+    mocker.patch.object(collective_log, "monotonic", now)
+    log, hub, watch = watched()
+    hub.send("failed", "the verdict")
+    watch.look()
+    log.wait(log.begin("a gather"), [])
+
+    def never_comes() -> None:
+        watch.look()
+        assert given_up == []
+        now.return_value += watchdog.LAST_SECONDS + 0.1
+        watch.look()
+        assert given_up == ["give_up"]
+        raise dist.DistError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="the verdict"):
+        log.wait(log.begin("a reduction"), [SimpleNamespace(wait=never_comes)])
+    with pytest.raises(RuntimeError, match="the verdict"):
+        log.begin("a gather")
 
 
 def test_a_broken_connection_ends_the_run(given_up: list[str]) -> None:
