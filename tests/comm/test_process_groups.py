@@ -195,10 +195,11 @@ def num_sockets() -> int:
 def connected(most: int) -> int:
     """How many connections a group of hosts has when it is made; messages of each kind arrive."""
     control = Control()
+    gc.collect()
     control.call(SyncPoint.STEP).wait()  # makes what all control planes share
     while any(hub._num_missing for hub in watchdog._hubs):  # it accepts lines in a thread
         time.sleep(0.01)
-    gc.collect()
+    time.sleep(2 * watchdog.TICK)  # and closes those of runs that were collected
     before = num_sockets()
     with mock.patch.object(process_groups, "_MOST_CONNECTED", most):
         other = control.separate()

@@ -448,7 +448,7 @@ class Device(TorchDispatchMode):
         with _disable_current_modes():
             for work in own(sync):
                 work.wait()
-        return iter(())
+        yield from ()  # so nothing is sent before the messages of earlier ones
 
     def collective(self, own: Callable[..., Any], out: Tensor, *rest: Any, **kwargs: Any) -> Any:
         """Do a collective at once, and follow it on the stream of its group."""
