@@ -423,7 +423,8 @@ class Collectives(Transport):
         own = out.view(self.size, -1)[self.rank]
         copy(own, source.own)
         collective = self.log.begin_untagged(weights_of(unit), "gather")
-        work = _all_gather(out, own, group=self._gather_group, async_op=True)
+        with unseen():
+            work = _all_gather(out, own, group=self._gather_group, async_op=True)
         return Pending(work, begun=(self.log, collective))
 
     @override
@@ -434,9 +435,10 @@ class Collectives(Transport):
         landing = out if lands else buffer.new_empty(out.shape)
         collective = self.log.begin(gradients_of(unit), "reduce")
         real = buffer.dtype.to_real()  # NCCL has no complex numbers; their parts are summed
-        work = _reduce_scatter(
-            landing.view(real), buffer.view(real), group=self._reduce_group, async_op=True
-        )
+        with unseen():
+            work = _reduce_scatter(
+                landing.view(real), buffer.view(real), group=self._reduce_group, async_op=True
+            )
         return Pending(
             work,
             then=None if lands else lambda: copy(out, landing),
@@ -449,12 +451,14 @@ class Collectives(Transport):
             self._note(unit, verb, tensor.numel() // self.size, tensor.dtype)
         collective = self.log.begin(gradients_of(unit), "reduce")
         real = tensor.view(tensor.dtype.to_real())
-        work = dist.all_reduce(real, group=self._reduce_group, async_op=True)
+        with unseen():
+            work = dist.all_reduce(real, group=self._reduce_group, async_op=True)
         return Pending(*([] if work is None else [work]), begun=(self.log, collective))
 
     @override
     def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str, tag: int) -> Work:
         self._note(unit, "reduce", sent.numel() // self.size, sent.dtype)
         collective = self.log.begin(gradients_of(unit), "reduce")
-        work = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)
+        with unseen():
+            work = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)
         return Pending(*([] if work is None else [work]), begun=(self.log, collective))
