@@ -264,7 +264,7 @@ _numbers = itertools.count(1)
 
 
 class Hub:
-    """What rank 0 knows of all ranks, by a line to each.
+    """Rank 0's knowledge of all ranks, by a line to each.
 
     Args:
         world_size: Number of ranks.
@@ -296,7 +296,7 @@ class Hub:
 
     @property
     def ends(self) -> list[Any]:
-        """What messages come from; none when all ranks have gone."""
+        """The sources of messages; none when all ranks have gone."""
         return [*self._lines, self._door] if self._num_missing else [*self._lines]
 
     def add(self, connection: socket.socket) -> None:
@@ -526,7 +526,7 @@ class Watchdog:
 
     @property
     def ends(self) -> list[Any]:
-        """What messages come from."""
+        """The sources of messages."""
         return [] if self._line is None else [self._line]
 
     def look(self) -> None:

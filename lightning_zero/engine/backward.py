@@ -155,7 +155,7 @@ class Phase(Enum):
 
 
 class Phases(Protocol):
-    """What a backward pass tells and asks the step that it belongs to, a ``Step``."""
+    """The step that a backward pass belongs to, a ``Step``, as far as the pass uses it."""
 
     phase: Phase
     is_closed: bool

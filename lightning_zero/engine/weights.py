@@ -25,7 +25,7 @@ from lightning_zero.tensors import Work, internals, runs_outside, span
 
 
 class Residency(Enum):
-    """Whether the whole weights of a unit are in memory."""
+    """The presence of a unit's whole weights in memory."""
 
     RELEASED = "released"
     """Only shards are in memory."""
@@ -36,7 +36,7 @@ class Residency(Enum):
 
 
 class Shows(Enum):
-    """What the parameters of a unit show."""
+    """The content that the parameters of a unit show."""
 
     GUARD = "guard"
     """Nothing: they send every use to their owner, and are placeholders if nothing is whole."""

@@ -225,16 +225,7 @@ class ModelPlan:
         """
         if isinstance(offload, str):
             offload = Offload.of_stage(stage, offload)
-        if not isinstance(world_size, int) or world_size < 1:
-            raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"Expected a rank from 0 to {world_size - 1}, got {rank!r}.")
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
-        if offload is not None and stage == 0:
-            raise ValueError(
-                f"Expected stage 1, 2 or 3 with offload, got stage=0 (DDP) and {offload}."
-            )
+        _require_possible(stage, world_size, rank, offload)
         adds, keeps_whole, num_shards = num_microbatches > 1, False, 1
         settings = self._at(stage or 3, offload)
         if stage:
@@ -311,6 +302,18 @@ class ModelPlan:
             specs = specify_units(module, self._at(3))
             self._events[is_cast] = self.microbatch.events(module, specs, is_cast=is_cast)
         return self._events[is_cast]
+
+
+def _require_possible(stage: int, world_size: int, rank: int, offload: Offload | None) -> None:
+    """Raise a ``ValueError`` if there are no such ranks, or is no such stage."""
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"Expected world_size >= 1, got {world_size!r}.")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"Expected a rank from 0 to {world_size - 1}, got {rank!r}.")
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"Expected stage among 0 (DDP), 1, 2, 3, got {stage!r}.")
+    if offload is not None and stage == 0:
+        raise ValueError(f"Expected stage 1, 2 or 3 with offload, got stage=0 (DDP) and {offload}.")
 
 
 def _require_countable(has_units: bool, settings: Settings, kernels: torch.device) -> None:

@@ -168,7 +168,7 @@ _RUN = SimpleNamespace(
     max_epochs=1, max_steps=1000, estimated_stepping_batches=1000, num_training_batches=1000,
     accumulate_grad_batches=1, world_size=1, global_step=0, current_epoch=0,
 )  # fmt: skip
-"""What schedules ask a Trainer for; their rates change no bytes."""
+"""The attributes of a Trainer that schedules ask for; their rates change no bytes."""
 
 
 def _configured(module: Any, configure: Callable[[], Any]) -> list[Optimizer]:

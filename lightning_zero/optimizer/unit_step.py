@@ -176,13 +176,14 @@ class UnitStep(Stepper):
     def lend(self, part: Part, values: Tensor, key: str | None = None) -> Tensor:
         """Return what is stepped for ``values`` of a piece, which have a number per element.
 
-        They are its masters, its gradient or, with a ``key``, an entry of its state.
+        They are its masters, its gradient or, with a ``key``, an entry of its state. Here they are
+        stepped where they rest.
         """
-        raise NotImplementedError
+        return values
 
     def rested(self, part: Part, stand_in: Parameter, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of what was stepped as it rests, and bring masters there."""
-        raise NotImplementedError
+        return dict(state)
 
     def brought(self, batches: list[list[Part]]) -> Generator[list[Part], None, None]:
         """Yield each batch when its states are in memory, and bring them to rest behind it."""

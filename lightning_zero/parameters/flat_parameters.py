@@ -72,7 +72,7 @@ class Shown:
 
 
 class Edits(Shown):
-    """What users change of whole weights where they lie.
+    """Changes that users make to whole weights where they lie.
 
     Attributes:
         is_exposed: Whether they may have been changed without their version counters.

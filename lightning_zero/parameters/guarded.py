@@ -171,7 +171,7 @@ _UNRECORDED = {properties.GET_DATA, properties.SET_DATA, Tensor.detach, torch.de
 
 
 class _Owned:
-    """What both classes of parameters have in common."""
+    """The common base of both classes of parameters."""
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a gradient hook that runs before the owner takes the gradient."""

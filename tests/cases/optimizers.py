@@ -400,7 +400,7 @@ def loaded(m: Any) -> Any:
 
 
 def loaded_to_the_wrapper(m: Any) -> Any:
-    """What Lightning's wrapper loads does not reach the optimizer, which goes on as before."""
+    """Load a state through Lightning's wrapper: the optimizer goes on as before, as under DDP."""
     state = copy.deepcopy(m.optimizers().state_dict())
     state["param_groups"][0]["lr"] = 7.0
     m.optimizers().load_state_dict(state)
