@@ -275,7 +275,7 @@ V, T, R, E = ValueError, TypeError, RuntimeError, Exception
 REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # Arguments.
     "stage": (strategy(4), V, r"Expected stage to be 1, 2 or 3, got 4"),
-    "launcher": (strategy(launcher="mpi"), V, r"Expected launcher to be 'subprocess' or .*got 'mpi'"),
+    "launcher": (strategy(launcher="mpi"), V, r"Expected launcher to be 'subprocess', 'spawn', .*got 'mpi'"),
     "prefetch": (strategy(prefetch=-1), V, "Expected prefetch to be a number of units >= 0, got -1"),
     "spawn": (strategy(launcher="spawn", restore_weights=False), V, "restore_weights=False prevents"),
     "accumulate": (strategy(1, accumulate="reduce"), V, r"accumulate='reduce' contradicts stage=1.* Use stage=2"),

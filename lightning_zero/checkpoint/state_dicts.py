@@ -213,7 +213,7 @@ def _version_of(value: Any) -> int:
     return internals.version_of(value) if has_one else 0
 
 
-_HARMLESS = properties.METADATA | properties.FACTS
+_HARMLESS = properties.FACTS | properties.METADATA | properties.CREATING
 
 
 # -- saving an optimizer's -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_zero.checkpoint import (
     DamageError,
@@ -33,7 +34,6 @@ from lightning_zero.checkpoint import (
 from lightning_zero.comm import Control, default_world_size
 from lightning_zero.memory import format_bytes, parse_bytes
 from lightning_zero.plan import as_dtype
-from lightning_zero.tensors import named_tensors
 
 _NAME_COLUMNS = 50
 """Longer names have a line of their own, so that lines fit 100 columns."""
@@ -156,7 +156,10 @@ def describe(path: Path) -> Iterator[str]:
         value = read_safetensors(path)
     else:
         value = read_file(path)
-    for name, tensor in named_tensors(value):
+    for keys, tensor in tree_flatten_with_path(value)[0]:
+        if not isinstance(tensor, Tensor):
+            continue
+        name = "/".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in keys)
         identity = tensor.untyped_storage().data_ptr()
         rows.append((name, tensor.dtype, tuple(tensor.shape), tensor.nbytes, identity))
     total = sum({identity: nbytes for *_, nbytes, identity in rows}.values())

@@ -169,7 +169,8 @@ class ActivationOffload(Replacements):
 
     def _can_move(self, tensor: Tensor) -> bool:
         """Return whether a storage on the device, shape and strides fully describe a tensor."""
-        if not (self._copies.can_copy(tensor) and internals.has_storage(tensor)):
+        is_there = type(tensor) is Tensor and tensor.device.type == self._copies.device.type
+        if not (is_there and internals.has_storage(tensor)):
             return False
         return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 

@@ -69,7 +69,7 @@ def build_units(
         for index, spec in enumerate(specs):
             groups = spec.flat_parameters
             initializer.fill(holders[id(p)] for group in groups for _, p in group.named)
-            made = [FlatParameters(*group, comm, owner, make_store) for group in groups]
+            made = [FlatParameters(group, comm, owner, make_store) for group in groups]
             yield (unit := Unit(spec.name, spec.module, made, index))
             if spec.name:
                 unit.weights.reshard()

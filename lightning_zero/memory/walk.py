@@ -74,7 +74,7 @@ class UnitTerms:
         terms = cls(name)
         for plan, layout, parameters, trainable in flats:
             kinds = plan.resting_bytes(layout.numel, layout.world_size, trainable=trainable)
-            sizes = [stop - start for start, stop, _ in layout.pieces(rank)]
+            sizes = [piece.numel for piece in layout.pieces(rank)]
             if not any(size or not p.numel() for size, p in zip(sizes, parameters, strict=True)):
                 kinds["gradients"] = 0  # a rank whose shard is padding keeps none
             kinds["states"] = sum(map(state_of, parameters, sizes))

@@ -26,9 +26,9 @@ from lightning_zero.parameters.guarded import (
     take,
 )
 from lightning_zero.parameters.local_form import put_values
-from lightning_zero.parameters.piece import Piece, PieceRange
+from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Buffer, Store
-from lightning_zero.plan import Layout, Plan, cut_of
+from lightning_zero.plan import FlatSpec, cut_of
 from lightning_zero.tensors import (
     Work,
     internals,
@@ -37,7 +37,7 @@ from lightning_zero.tensors import (
 )
 
 HAS_GRAD_DTYPE = hasattr(Tensor, "grad_dtype")
-"""Whether this version of torch allows a gradient of another dtype than its parameter's."""
+"""This version of torch allows a gradient of another dtype than its parameter's."""
 
 
 class Shown:
@@ -50,9 +50,11 @@ class Shown:
 
     def __init__(self, parameters: list[Parameter], values: list[Tensor]) -> None:
         self._parameters, self.values = parameters, values
-        self.versions = self._versions()
+        self.versions = self.versions_now
 
-    def _versions(self) -> list[int]:
+    @property
+    def versions_now(self) -> list[int]:
+        """The parameters' versions."""
         with internals.as_plain_tensors():
             return list(map(internals.version_of, self._parameters))
 
@@ -67,7 +69,7 @@ class Shown:
     @property
     def changed(self) -> list[int]:
         """The indices of parameters that point at other memory, or have other versions."""
-        now, moved = self._versions(), self.moved
+        now, moved = self.versions_now, self.moved
         return [i for i in range(len(now)) if i in moved or now[i] != self.versions[i]]
 
 
@@ -87,9 +89,7 @@ class Edits(Shown):
 
     def watch(self, values: list[Tensor]) -> None:
         """Watch for changes of ``values`` from now on."""
-        self.values, self.is_exposed = values, False
-        with internals.as_plain_tensors():
-            self.versions = list(map(internals.version_of, self._parameters))
+        self.values, self.is_exposed, self.versions = values, False, self.versions_now
 
     def expose(self, tensor: Tensor, *, is_plain: bool = False) -> None:
         """Note that ``tensor`` lies in the memory of the weights, and may outlive them there.
@@ -164,8 +164,7 @@ class FlatParameters:
     """The parameters of a unit that share a dtype and trainability, on their buffers.
 
     Args:
-        named: The parameters.
-        plan: The homes of weights, gradients and masters.
+        group: The parameters and their plan.
         comm: The ranks.
         owner: Called when a use of the parameters needs it.
         make_store: Makes the store from layout and plan.
@@ -190,34 +189,28 @@ class FlatParameters:
 
     def __init__(
         self,
-        named: Sequence[tuple[str, Parameter]],
-        plan: Plan,
+        group: FlatSpec,
         comm: Communicator,
         owner: Owner,
         make_store: Callable[..., Store],
     ) -> None:
-        self.parameters = [parameter for _, parameter in named]
-        self.trainable = self.parameters[0].requires_grad
-        self.layout = Layout.build(
-            [(name, tuple(p.shape), _dense_stride(p)) for name, p in named],
-            comm.mesh.shard.size,
-            comm.mesh.replicate.size,
-        )
-        self.plan = plan
-        self.store = make_store(self.layout, plan)
+        self.parameters = [parameter for _, parameter in group.named]
+        self.trainable, self.plan = group.trainable, group.plan
+        self.layout = group.layout(comm.mesh.shard.size, comm.mesh.replicate.size)
+        self.store = make_store(self.layout, self.plan)
         self.weight = self.store.weights()
         self._load()
         with lasting_tensors():
             self.pieces = self._cut()
         self.gradients = FlatGradients(self.pieces, self.store)
         self.owner = owner
-        take(named, self, plan.master.dtype)
+        take(group.named, self, self.plan.master.dtype)
         self.classes = [
             (class_of(Guarded, type(parameter)), class_of(Readable, type(parameter)))
             for parameter in self.parameters
         ]
         self._placeholders = self._made_placeholders()
-        if HAS_GRAD_DTYPE and plan.weight.dtype is not plan.master.dtype:
+        if HAS_GRAD_DTYPE and self.plan.weight.dtype is not self.plan.master.dtype:
             for parameter in self.parameters:
                 parameter.grad_dtype = None  # any: autograd's gradients have the weight's dtype
         self.edits = Edits(self.parameters, self.weight.views)
@@ -269,9 +262,8 @@ class FlatParameters:
     def _cut(self) -> list[Piece]:
         """Return this rank's pieces of the parameters."""
         mesh, pieces = self.store.comm.mesh, []
-        places = zip(self.layout.slots, self.layout.pieces(mesh.shard.rank), strict=True)
-        for parameter, (slot, place) in zip(self.parameters, places, strict=True):
-            range_ = PieceRange(slot, *place)
+        ranges = self.layout.pieces(mesh.shard.rank)
+        for parameter, range_ in zip(self.parameters, ranges, strict=True):
             piece = Piece(self.master[range_.in_shard], requires_grad=False)
             piece.parameter, piece.range = parameter, range_
             if mesh.tensor is not None and cut_of(parameter) is None:
@@ -332,13 +324,9 @@ class FlatParameters:
     def may_be_edited(self) -> bool:
         """Return whether users may have changed whole weights; the same on every rank."""
         edits = self.edits
-        if edits.moved:
+        if self.plan.rests_apart and (edits.is_exposed or edits.versions != edits.versions_now):
             return True
-        if not self.plan.rests_apart:
-            return False
-        with internals.as_plain_tensors():
-            versions = list(map(internals.version_of, self.parameters))
-        return edits.is_exposed or edits.versions != versions
+        return bool(edits.moved)
 
     @torch.no_grad()
     def store_edits(self) -> None:
@@ -590,11 +578,3 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _describe(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
-
-
-def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
-    """Return the parameter's stride if it is dense, else a contiguous one."""
-    if parameter.is_contiguous():
-        return tuple(parameter.stride())
-    dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
-    return tuple(dense.stride())

@@ -215,7 +215,7 @@ class Guarded(_Owned):
         kwargs = kwargs or {}
         if func is Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETERS:
             raise _untrained(args[0])
-        if func in properties.METADATA and func not in properties.CREATING:
+        if func in properties.METADATA:
             if func in _OF_MASTER and isinstance(args[0], Guarded):
                 return _OF_MASTER[func](ownership_of(cast(Parameter, args[0])).dtype, args[0])
             with internals.as_plain_tensors():  # code may call these for each of many parameters
@@ -296,7 +296,7 @@ def _handed_out(
 
 
 _MAKES_PARAMETERS = Parameter.__new__.__code__
-"""What `Parameter(p)` runs, which calls `p.detach()`."""
+"""The code of `Parameter(p)`, which calls `p.detach()`."""
 
 
 def _untrained(parameter: Parameter) -> RuntimeError:

@@ -1,4 +1,4 @@
-"""Where weights and gradients rest, and how they come to the device and leave it.
+"""The stores of weights, gradients and masters at rest, and their ways to the device and back.
 
 A store allocates all resting memory, makes weights whole and takes reduced gradients. On CPUs
 masters in files are memory-mapped, and gathers read them like any other memory. A device does not
@@ -191,7 +191,7 @@ class Store:
         if size > 1:
             transport.log.events.append(weights_of(unit))
         pairs = zip(out.chunk(size), shards, strict=True)
-        return self.comm.host_copies.up_in_parts(_reading(unit), pairs, Pending)
+        return self.comm.host_copies.up_from_files(_reading(unit), pairs, Pending)
 
     def as_weights(self, masters: Tensor) -> Tensor:
         """Return what whole weights show, before a cast, of ``masters``: one or more shards."""
@@ -300,57 +300,56 @@ class HostStore(Store):
     @override
     def _rest(self, masters: Shards) -> None:
         self.masters, self._weights = masters, None
-        # Its upload, and for both the number of the change that they show.
-        self._up: Work | None = None
-        self._as_of, self._up_as_of = -1, (-1, -1)
-        self.gather_masters = self.gather_weights = self._gather_from_host
+        # The number of the change that they show, and the upload that may be under way.
+        self._as_of = -1
+        self._up: Work = Pending()
+        self.gather_masters = functools.partial(self._gather_from, masters.own)
+        self.gather_weights = self.gather_masters
         self._is_on_device = self.plan.reshards and self.plan.weight.medium is Medium.DEVICE
         if self._is_on_device:
             self.gather_weights = self._gather_from_device
         elif self.plan.keeps_cast_weights:
             self.gather_weights = self._gather_cast
 
-    def _own(self, out: Tensor, unit: str, tag: int) -> tuple[Tensor, Callable[[], Work]]:
-        """Return this rank's place in ``out``, and the gather that follows when it is filled."""
+    def _gather_from(self, source: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to bring this rank's shard up to its place in ``out``, and to gather it there."""
         axis = self.comm.mesh.shard
         own = out.view(axis.size, -1)[axis.rank]
-        return own, functools.partial(self.gather, out, Shards(own), unit=unit, tag=tag)
-
-    def _gather_from_host(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        own, gather = self._own(out, unit, tag)
-        return self._bring(own, gather, unit)
+        gather = functools.partial(self.gather, out, Shards(own), unit=unit, tag=tag)
+        return self._bring(source, own, gather, unit)
 
     def _gather_cast(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        own, gather = self._own(out, unit, tag)
-        self.comm.transport.ledger.note(unit, "up", own.numel(), own.element_size())
         if self._as_of != self.comm.num_changes:
             self.cast(unit)
-        return self.comm.host_copies.up(own, self._kept_weights(), gather)
+        return self._gather_from(self._kept_weights(), out, unit=unit, tag=tag)
 
     def _gather_from_device(self, out: Tensor, *, unit: str, tag: int) -> Work:
-        self._bring_up(unit)
-        up, self._up = self._up, None
-        if up is not None:
-            as_of, self._up_as_of = self._up_as_of[0], (-1, -1)
-            up.wait()
+        source = Shards(self._kept_weights())
+        gather = functools.partial(self.gather, out, source, unit=unit, tag=tag)
+        if self._as_of != self.comm.num_changes:
+            return self._bring_up(gather, unit)
+        up, self._up = self._up, Pending()
+        up.wait()
+        return gather()
+
+    def _bring_up(self, then: Callable[[], Work], unit: str) -> Work:
+        """Start to bring the masters up to the weights on the device, then ``then``."""
+        as_of = self.comm.num_changes
+
+        def sent() -> Work:
             self._as_of = as_of
-        return self.gather(out, Shards(self._kept_weights()), unit=unit, tag=tag)
+            return then()
 
-    def _bring_up(self, unit: str) -> None:
-        """Start to bring the masters' last change up to the device, unless that was done."""
-        as_of = self.comm.num_changes, self.comm.host_copies.num_abandoned
-        if self._as_of != self.comm.num_changes and self._up_as_of != as_of:
-            self._up_as_of = as_of
-            self._up = self._bring(self._kept_weights(), Pending, unit)
+        return self._bring(self.master, self._kept_weights(), sent, unit)
 
-    def _bring(self, out: Tensor, then: Callable[[], Work], unit: str) -> Work:
-        """Start to bring the masters up: from memory as they are, from files cast by threads."""
-        copies, master, ledger = self.comm.host_copies, self.master, self.comm.transport.ledger
+    def _bring(self, source: Tensor, out: Tensor, then: Callable[[], Work], unit: str) -> Work:
+        """Start to bring a shard up: from memory as it is, from files cast by threads."""
+        copies, note = self.comm.host_copies, self.comm.transport.ledger.note
         if self.plan.master.medium is Medium.HOST:
-            ledger.note(unit, "up", master.numel(), master.element_size())
-            return copies.up(out, master, then)
-        ledger.note(unit, "up", out.numel(), out.element_size())
-        return copies.up_in_parts(_reading(unit), [(out, master)], then)
+            note(unit, "up", source.numel(), source.element_size())
+            return copies.up(out, source, then)
+        note(unit, "up", out.numel(), out.element_size())
+        return copies.up_from_files(_reading(unit), [(out, source)], then)
 
     def _kept_weights(self) -> Tensor:
         if self._weights is None:
@@ -364,8 +363,8 @@ class HostStore(Store):
 
     @override
     def cast(self, unit: str) -> None:
-        if self._is_on_device:
-            self._bring_up(unit)
+        if self._is_on_device and self.plan.master.medium is Medium.HOST:
+            self._up = self._bring_up(Pending, unit)  # while the host steps other units
         elif self.plan.keeps_cast_weights:
             # On all cores, while the device has nothing to do: the next gather only sends.
             self._kept_weights().copy_(self.master)

@@ -2,7 +2,7 @@
 
 plan              the homes of weights, gradients and masters; the table of stages; offload
 settings          the user's settings of a run, validated, and the strategies that have names
-units             the search for a model's units, with their parameters and plans
+units             the search for a model's units, with their parameters, casts and plans
 cuts              how tensor parallelism cuts a parameter
 casts             which parameters forward may read in half precision
 layout            the place of every parameter in its flat buffer, and every rank's part
@@ -16,7 +16,7 @@ from lightning_zero.plan.cuts import (
     set_cut,
     whole_shape,
 )
-from lightning_zero.plan.layout import ALIGNMENT, Layout, Slot
+from lightning_zero.plan.layout import ALIGNMENT, Layout, PieceRange, Slot
 from lightning_zero.plan.plan import RECIPES, Medium, Offload, Placement, Plan, Recipe
 from lightning_zero.plan.settings import (
     ARGUMENTS,
@@ -31,6 +31,7 @@ from lightning_zero.plan.settings import (
 )
 from lightning_zero.plan.units import (
     MIN_NUMEL,
+    FlatSpec,
     UnitPolicy,
     UnitSpec,
     check_parameter,

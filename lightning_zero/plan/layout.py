@@ -1,4 +1,4 @@
-"""The place of every parameter in its flat buffer: pure arithmetic, without tensors or ranks.
+"""The place of every parameter in its flat buffer: pure arithmetic, without memory or ranks.
 
 Nouns:
 
@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import NamedTuple
 
+from torch import Tensor
+
 ALIGNMENT = 64
 """Alignment of slots and shards in elements: 256 bytes in fp32, like a fresh tensor."""
 
@@ -46,6 +48,45 @@ class Slot(NamedTuple):
     def stop(self) -> int:
         """One past the last element in the buffer."""
         return self.offset + self.numel
+
+
+class PieceRange(NamedTuple):
+    """The range of a parameter's elements that a rank owns, possibly empty.
+
+    Elements are counted in memory order.
+
+    Attributes:
+        slot: Where the parameter lies in its buffer.
+        start: First element.
+        stop: One past the last element.
+        in_shard: The same range, counted in elements of the rank's shard.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    in_shard: slice
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return self.stop - self.start
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Return the elements ``[n]`` of ``whole``, of the parameter's shape, in this range.
+
+        They are a view if the elements of ``whole`` lie in the parameter's order.
+        """
+        return self.flat(whole)[self.start : self.stop]
+
+    def flat(self, whole: Tensor) -> Tensor:
+        """Return all elements of ``whole``, of the parameter's shape, in the parameter's order."""
+        slot = self.slot
+        if whole.stride() == slot.stride:
+            return whole.as_strided((slot.numel,), (1,), whole.storage_offset())
+        flat = whole.new_empty(slot.numel)
+        flat.as_strided(slot.shape, slot.stride).copy_(whole)
+        return flat
 
 
 @dataclass(frozen=True)
@@ -94,22 +135,17 @@ class Layout:
         """Return the first and one-past-last element of a rank's shard in the buffer."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def pieces(self, rank: int) -> list[tuple[int, int, slice]]:
-        """Return the range of each slot that ``rank`` owns: start, stop, and its place in a shard.
-
-        Elements are counted in memory order from the slot's first, and the place from the first of
-        the rank's shard. An empty piece is all zeros.
-        """
+    def pieces(self, rank: int) -> list[PieceRange]:
+        """Return the range of each slot that ``rank`` owns."""
         first, last = self.shard(rank)
         found = []
         for slot in self.slots:
-            offset = slot.offset
-            begin, end = max(offset, first), min(slot.stop, last)
-            if begin < end:
-                in_shard = slice(begin - first, end - first)
-                found.append((begin - offset, end - offset, in_shard))
+            start, stop = max(slot.offset, first), min(slot.stop, last)
+            if start < stop:
+                in_shard = slice(start - first, stop - first)
+                found.append(PieceRange(slot, start - slot.offset, stop - slot.offset, in_shard))
             else:
-                found.append((0, 0, slice(0, 0)))
+                found.append(PieceRange(slot, 0, 0, slice(0, 0)))
         return found
 
 

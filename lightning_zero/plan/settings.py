@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from lightning_zero.plan.casts import CAST_WEIGHTS
 from lightning_zero.plan.plan import (
     PLACEMENTS,
     RECIPES,
@@ -46,7 +45,7 @@ CURES = {
     "verify_checkpoint": "remove it: every load verifies the checksums of the whole file",
     "use_orig_params": "remove it: parameters keep their shapes",
 }
-"""What to do instead of each argument."""
+"""A cure for each argument of other strategies that ours lack."""
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -58,17 +57,13 @@ def suggestion(given: str, names: Iterable[str], cutoff: float = 0.75) -> str:
     return ""
 
 
-def refuse(names: Iterable[str], known: Iterable[str] | None = None) -> None:
-    """Raise a ``TypeError`` that says what to do if one of the arguments is none of ours.
-
-    With ``known`` names, any other is refused.
-    """
+def refuse(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise a ``TypeError`` that says what to do if one of the arguments is none of ours."""
     for name in names:
         if name in CURES:
             raise TypeError(f"ZeROStrategy has no argument {name!r}: {CURES[name]}.")
-        if known is not None and name not in known:
-            near = suggestion(name, known)
-            raise TypeError(f"ZeROStrategy has no argument {name!r}.{near}")
+        if name not in known:
+            raise TypeError(f"ZeROStrategy has no argument {name!r}.{suggestion(name, known)}")
 
 
 def refuses_others(init: Init) -> Init:
@@ -119,52 +114,20 @@ def strategy_arguments(name: str) -> dict[str, Any]:
     raise ValueError(f"Expected a strategy among {', '.join(STRATEGIES)}, got {name!r}.")
 
 
-def _is_group(word: str | int) -> tuple[Callable[[Any], bool], str]:
-    """Return a check of a number of ranks, and in words what it allows."""
+_CHOICES: dict[str, Collection[Any]] = {
+    "launcher": START_METHODS,
+    "checkpoint": ("file", "dcp"),
+    "stage": PLACEMENTS,
+    "cast_weights": ("autocast", "all", "none"),
+    "gather_bits": (8, None),
+    "reduce_bits": (8, None),
+    "accumulate": (None, "reduce", "local"),
+}
+"""The values that settings may have."""
 
-    def allowed(value: Any) -> bool:
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        return value in (word, "node") or (is_number and value > 0)
-
-    return allowed, f"{word!r}, 'node' or a number of ranks >= 1"
-
-
-def _one_of(*values: Any) -> tuple[Callable[[Any], bool], str]:
-    """Return a check that a setting has one of these values, and these in words."""
-    return values.__contains__, " or ".join(map(repr, values))
-
-
-def _maps_optimizers(value: Any) -> bool:
-    words = ("element", "parameter", "model")
-    return isinstance(value, Mapping) and all(
-        isinstance(name, str) and word in words for name, word in value.items()
-    )
-
-
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0
-
-
-_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "launcher": _one_of(*START_METHODS),
-    "checkpoint": _one_of("file", "dcp"),
-    "stage": (PLACEMENTS.__contains__, "1, 2 or 3"),
-    "prefetch": (_count, "a number of units >= 0"),
-    "min_num_params": (_count, "a number of parameters >= 0"),
-    "cast_weights": _one_of(*CAST_WEIGHTS),
-    "gather_bits": _one_of(8, None),
-    "reduce_bits": _one_of(8, None),
-    "shard": _is_group("all"),
-    "tensor_parallel_size": _is_group(1),
-    "accumulate": _one_of(None, "reduce", "local"),
-    "optimizer_step": (
-        _maps_optimizers, "names of optimizer classes, each with 'element', 'parameter' or 'model'",
-    ),
-    "reduce_dtype": (
-        lambda value: value is None or value.is_floating_point, "a floating-point dtype",
-    ),
-}  # fmt: skip
-"""The check of each setting by itself, and in words what it allows."""
+_COUNTED = {"prefetch": "units", "min_num_params": "parameters"}
+_GROUPS = {"shard": "all", "tensor_parallel_size": 1}
+_STEPS = ("element", "parameter", "model")
 
 
 @dataclass(frozen=True)
@@ -231,17 +194,39 @@ class Settings:
         )
 
     def __post_init__(self) -> None:
-        for name, (allowed, meaning) in _ALLOWED.items():
-            if not allowed(value := getattr(self, name)):
-                raise ValueError(f"Expected {name} to be {meaning}, got {value!r}.")
+        for name, meaning in self._mistakes():
+            raise ValueError(f"Expected {name} to be {meaning}, got {getattr(self, name)!r}.")
         for is_given, fault in self._contradictions():
             if is_given:
                 raise ValueError(fault)
-        if self.offload is not None and "cpu" in (self.offload.optimizer, self.offload.weights):
-            self._check_both(self.offload)
+
+    def _mistakes(self) -> Iterator[tuple[str, str]]:
+        """Yield settings that are wrong by themselves, and in words what they may be."""
+        for name, values in _CHOICES.items():
+            if getattr(self, name) not in values:
+                *others, last = map(repr, values)
+                yield name, f"{', '.join(others)} or {last}"
+        for name, noun in _COUNTED.items():
+            if not isinstance(value := getattr(self, name), int) or value < 0:
+                yield name, f"a number of {noun} >= 0"
+        for name, word in _GROUPS.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if value not in (word, "node") and not is_number:
+                yield name, f"{word!r}, 'node' or a number of ranks >= 1"
+        if self.reduce_dtype is not None and not self.reduce_dtype.is_floating_point:
+            yield "reduce_dtype", "a floating-point dtype"
+        steps = self.optimizer_step
+        if not isinstance(steps, Mapping) or not all(
+            isinstance(name, str) and word in _STEPS for name, word in steps.items()
+        ):
+            words = "'element', 'parameter' or 'model'"
+            yield "optimizer_step", f"names of optimizer classes, each with {words}"
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
         """Yield settings that exclude each other: whether both are given, and the error."""
+        offload, on_host = self.offload or Offload(), self.device.type == "cpu"
+        media = {offload.optimizer, offload.weights}
         yield (
             not self.restore_weights and self.launcher != "subprocess",
             f"launcher={self.launcher!r} returns the trained weights to this process, which"
@@ -278,9 +263,22 @@ class Settings:
             " steps parameters where they rest. Remove one of them.",
         )
         yield (
-            self.offload is not None and self.stage < 3 and self.offload.weights is not None,
+            self.stage < 3 and offload.weights is not None,
             f"stage={self.stage} keeps whole weights on every rank, so offload_weights has no"
             " effect. Remove it, or use stage=3.",
+        )
+        yield (
+            self.stage == 3
+            and offload.weights not in (None, offload.optimizer)
+            and ("cpu" in media or not on_host),
+            f"stage=3 does not support offload_optimizer={offload.optimizer!r} with"
+            f" offload_weights={offload.weights!r}: offloaded weights rest beside their masters."
+            f" Set offload_optimizer={offload.weights!r}.",
+        )
+        yield (
+            self.gather_bits is not None and self.offload is not None and not on_host,
+            f"gather_bits={self.gather_bits} encodes shards on the device, but offload keeps them"
+            " on an accelerator's host. Remove one of them.",
         )
 
     @property
@@ -323,27 +321,10 @@ class Settings:
             )
         return int(found)
 
-    def _check_both(self, offload: Offload) -> None:
-        """Raise unless offloaded weights go where states go, as they must with an accelerator."""
-        optimizer, weights = offload.optimizer, offload.weights
-        if self.stage == 3 and weights not in (None, optimizer):
-            raise ValueError(
-                f"stage=3 does not support offload_optimizer={optimizer!r} with"
-                f" offload_weights={weights!r}: offloaded weights rest beside their masters. Set"
-                f" offload_optimizer={weights!r}."
-            )
-
     def on_device(self) -> Settings:
-        """Return the settings without an offload that moves nothing from the device, now known.
-
-        Raises:
-            ValueError: The device does not allow the offload.
-        """
-        if self.offload is None:
-            return self
-        if self.device.type != "cpu":
-            self._check_both(self.offload)
-        return replace(self, offload=self.offload if self.offload.runs_on(self.device) else None)
+        """Return the settings without an offload that moves nothing from the device, now known."""
+        moves = self.offload is None or self.offload.runs_on(self.device)
+        return self if moves else replace(self, offload=None)
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True, trainable: bool = True) -> Plan:
         """Return the plan for parameters of ``dtype``; ``is_cast`` lets the recipe cast fp32."""
@@ -361,11 +342,6 @@ class Settings:
         if self.offload is not None:
             is_mapped = self.offload.is_mapped(self.device)
             plan = self.offload.of(plan, trainable=trainable, on_host=is_mapped)
-        if self.gather_bits is not None and plan.rests_on_host:
-            raise ValueError(
-                f"gather_bits={self.gather_bits} encodes shards on the device, but offload keeps"
-                " them on an accelerator's host. Remove one of them."
-            )
         return replace(
             plan,
             # Weights that are the masters may not lose precision.

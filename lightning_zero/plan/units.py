@@ -14,7 +14,8 @@ unit around it; parameters that no unit took belong to the root, which is whole 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,6 @@ from torch._dynamo import OptimizedModule
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
-from lightning_zero.plan.casts import uncast_parameters
 from lightning_zero.plan.layout import Layout
 from lightning_zero.plan.plan import Medium, Plan
 from lightning_zero.plan.settings import MIN_NUMEL, Settings, UnitPolicy
@@ -80,42 +80,32 @@ def _callable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _automatic(root: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
-    unsplit = {
-        cls
-        for module in root.modules()
-        for cls in (getattr(module, "_no_split_modules", None) or ())
-    }
-    sizes = _sizes(root)
-    yield from _search(root, "", unsplit, sizes, least, limit=sizes[root] // 3)
+    kinds = (getattr(module, "_no_split_modules", None) or () for module in root.modules())
+    unsplit = {cls for classes in kinds for cls in classes}
+    sizes, least = _sizes(root), max(least, 1)
+    limit = sizes[root] // 3
 
+    def search(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in parent.named_children():
+            numel, inner, child_path = sizes[child], unwrap_compiled(child), path + name
+            if numel < least:
+                continue
+            may_be_called = not isinstance(child, _NOT_CALLED)
+            is_element = isinstance(parent, _CONTAINERS) and numel <= limit
+            is_block = is_element or type(inner).__name__ in unsplit or isinstance(inner, _CLOSED)
+            if may_be_called and is_block:
+                yield child_path, child
+                continue
+            held = inner.parameters(recurse=False)
+            own = sum(p.numel() for p in held if not stays_whole(p))
+            inside = list(search(child, f"{child_path}."))
+            # A Sequential's elements run one after the other, so small ones share a collective.
+            is_shared = isinstance(inner, nn.Sequential) and not inside and numel <= limit
+            if may_be_called and (own >= least or is_shared):
+                yield child_path, child
+            yield from inside
 
-def _search(
-    parent: nn.Module,
-    path: str,
-    unsplit: set[str],
-    sizes: Mapping[nn.Module, int],
-    least: int,
-    limit: int,
-) -> Iterator[tuple[str, nn.Module]]:
-    is_container = isinstance(parent, _CONTAINERS)
-    for name, child in parent.named_children():
-        child_path = f"{path}.{name}" if path else name
-        numel = sizes[child]
-        inner = unwrap_compiled(child)
-        if numel < max(least, 1):
-            continue
-        may_be_called = not isinstance(child, _NOT_CALLED)
-        is_block = type(inner).__name__ in unsplit or (is_container and numel <= limit)
-        if may_be_called and (is_block or isinstance(inner, _CLOSED)):
-            yield child_path, child
-            continue
-        own = _own_numel(inner)
-        inside = list(_search(child, child_path, unsplit, sizes, least, limit))
-        # The elements of a Sequential run one after the other, so small ones share a collective.
-        is_shared = isinstance(inner, nn.Sequential) and not inside and numel <= limit
-        if may_be_called and (own >= max(least, 1) or is_shared):
-            yield child_path, child
-        yield from inside
+    yield from search(root, "")
 
 
 def _sizes(root: nn.Module) -> dict[nn.Module, int]:
@@ -135,10 +125,6 @@ def _sizes(root: nn.Module) -> dict[nn.Module, int]:
     return {module: sum(numels.values()) for module, numels in held.items()}
 
 
-def _own_numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters(recurse=False) if not stays_whole(p))
-
-
 def assign_parameters(
     root: nn.Module, units: dict[str, nn.Module]
 ) -> dict[str, list[tuple[str, Parameter]]]:
@@ -147,34 +133,30 @@ def assign_parameters(
     A parameter that several units use belongs to their lowest common ancestor.
     """
     unit_names = {id(module): name for name, module in units.items()}
-    chains: dict[int, list[tuple[str, ...]]] = {}
-    named: dict[int, tuple[str, Parameter]] = {}
+    uses: dict[int, tuple[str, Parameter, list[tuple[str, ...]]]] = {}
 
     def walk(module: nn.Module, path: str, chain: tuple[str, ...]) -> None:
         if id(module) in unit_names:
             chain = (*chain, unit_names[id(module)])
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                full_name = f"{path}.{name}" if path else name
-                named.setdefault(id(parameter), (full_name, parameter))
-                chains.setdefault(id(parameter), []).append(chain)
+                uses.setdefault(id(parameter), (path + name, parameter, []))[2].append(chain)
         for name, child in module._modules.items():
             if child is not None:
-                walk(child, f"{path}.{name}" if path else name, chain)
+                walk(child, f"{path}{name}.", chain)
 
     walk(root, "", ("",))
     assigned: dict[str, list[tuple[str, Parameter]]] = {name: [] for name in ["", *units]}
-    for key, (name, parameter) in named.items():
+    for name, parameter, chains in uses.values():
         check_parameter(name, parameter)
-        if stays_whole(parameter):
-            continue
-        assigned[_common_owner(chains[key])].append((name, parameter))
+        if not stays_whole(parameter):
+            assigned[_common_owner(chains)].append((name, parameter))
     return assigned
 
 
 def _common_owner(chains: list[tuple[str, ...]]) -> str:
     """Return the innermost unit that encloses all uses of a parameter."""
-    if len(chains) == 1 or len({chain[-1] for chain in chains}) == 1:
+    if len({chain[-1] for chain in chains}) == 1:
         return chains[0][-1]
     owner = ""
     for names in zip(*chains, strict=False):
@@ -229,7 +211,7 @@ class FlatSpec(NamedTuple):
 
     def layout(self, num_shards: int, num_copies: int) -> Layout:
         """Return where the parameters will lie."""
-        slots = [(name, tuple(p.shape), tuple(p.stride())) for name, p in self.named]
+        slots = [(name, tuple(p.shape), _dense_stride(p)) for name, p in self.named]
         return Layout.build(slots, num_shards, num_copies)
 
     def bytes_in_files(self, num_shards: int, num_copies: int) -> int:
@@ -237,6 +219,14 @@ class FlatSpec(NamedTuple):
         layout = self.layout(num_shards, num_copies)
         kinds = self.plan.resting_bytes(layout.numel, num_shards, trainable=False)
         return sum(kinds[kind] for kind in kinds if self.plan.media[kind] is Medium.DISK)
+
+
+def _dense_stride(parameter: Tensor) -> tuple[int, ...]:
+    """Return the parameter's stride if it is dense, else a contiguous one."""
+    if parameter.is_contiguous():
+        return tuple(parameter.stride())
+    dense = torch.empty_like(parameter, device="meta", memory_format=torch.preserve_format)
+    return tuple(dense.stride())
 
 
 class UnitSpec(NamedTuple):
@@ -293,3 +283,51 @@ def _specify_flat_parameters(
             kinds[kind] = groups.setdefault((plan, trainable), [])
         kinds[kind].append((name, p))
     return [FlatSpec(members, plan) for (plan, _), members in groups.items()]
+
+
+# -- casts -----------------------------------------------------------------------------------------
+
+_AUTOCAST = {
+    "torch.nn.modules.linear.Linear": ("weight", "bias"),
+    "torch.nn.modules.linear.NonDynamicallyQuantizableLinear": ("weight", "bias"),
+    **{
+        f"torch.nn.modules.conv.Conv{kind}{dims}d": ("weight", "bias")
+        for kind in ("", "Transpose")
+        for dims in (1, 2, 3)
+    },
+    "torch.nn.modules.activation.MultiheadAttention": (
+        "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias",
+    ),
+    "transformers.pytorch_utils.Conv1D": ("weight", "bias"),
+}  # fmt: skip
+"""Parameters that autocast casts, by exact class: a subclass may have another forward."""
+
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+
+
+def uncast_parameters(root: nn.Module, choice: str = "autocast") -> set[int]:
+    """Return the ids of the parameters that mixed precision leaves in fp32.
+
+    Autocast casts the inputs of its operations at every call. A parameter whose only use is one
+    such operation may as well arrive in half precision: no number changes. One with two names is
+    used twice: autocast casts it twice, and adds its gradients in fp32. So are the weights of a
+    recurrent layer, once per element of a sequence.
+
+    Args:
+        root: The model.
+        choice: ``"autocast"`` casts the parameters that autocast is known to cast, ``"all"`` those
+            that torch accepts in half precision, ``"none"`` none.
+    """
+    if choice == "all":
+        # Torch's normalizations reject weights of less precision than input or statistics.
+        norms = (m for m in root.modules() if isinstance(m, _NORMS))
+        return {id(p) for norm in norms for p in norm.parameters(recurse=False)}
+    full = {id(p) for p in root.parameters() if p.dtype is torch.float32}
+    uses = Counter(id(p) for _, p in root.named_parameters(remove_duplicate=False))
+    for module in root.modules() if choice == "autocast" else ():
+        cls = type(module)
+        if "forward" not in vars(module):
+            for name in _AUTOCAST.get(f"{cls.__module__}.{cls.__name__}", ()):
+                if uses[key := id(module._parameters.get(name))] == 1:
+                    full.discard(key)
+    return full

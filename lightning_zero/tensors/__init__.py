@@ -32,7 +32,6 @@ from lightning_zero.tensors.nested import (
     bytes_held,
     can_wrap,
     is_wrapper,
-    named_tensors,
     rewrapped,
     tensors_in,
     unwrapped,
@@ -43,7 +42,6 @@ from lightning_zero.tensors.transfers import (
     CHUNK_BYTES,
     NUM_BUFFERS,
     PAGE,
-    RING_BYTES,
     Buffer,
     HostCopies,
     Job,
@@ -52,7 +50,6 @@ from lightning_zero.tensors.transfers import (
     Wait,
     Work,
     in_pages,
-    pinned_bytes,
     require_abilities,
     wait_for,
 )

@@ -101,27 +101,11 @@ num_uses: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defin
 """The reference count in C++. Python counts as one; views and autograd graphs add to it."""
 
 
-def _uses_of_memory(tensor: Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
-
-
-_USES_OF_ONE = _uses_of_memory(torch.empty(1))
-
-
-def has_memory_alone(tensor: Tensor) -> bool:
-    """Return whether no other tensor, array or storage object refers to a tensor's memory.
-
-    There is no public count; torch's CUDA graphs use the same one.
-    """
-    return _uses_of_memory(tensor) == _USES_OF_ONE
-
-
 make_wrapper = Tensor._make_wrapper_subclass
 """Makes a tensor without memory. DTensor uses it too; there is no other way."""
 
 may_hold: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
-"""Whether ``tensor.data`` takes another tensor, as ``nn.Module.to`` asks.
+"""The test by which ``nn.Module.to`` decides whether ``tensor.data`` takes another tensor.
 
 Not a tensor on the meta device, nor on an accelerator of a backend outside of torch.
 """

@@ -36,16 +36,6 @@ def tensors_in(value: Any, *, within_objects: bool = True) -> list[Tensor]:
     return found
 
 
-def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dictionaries, lists and tuples, each with its path."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (dict, list, tuple)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from named_tensors(item, f"{name}/{key}" if name else str(key))
-
-
 def _children(value: Any, *, within_objects: bool) -> Sequence[Any]:
     if isinstance(value, (tuple, list)):
         return value

@@ -12,6 +12,7 @@ page cache.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -123,14 +124,12 @@ class StagedFile:
         path = f"/proc/self/fd/{self._file}"
         with lasting_tensors():
             self.mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        self.is_direct = self._set_direct(True)
+        self.is_direct = False
+        with contextlib.suppress(OSError):
+            self._set_direct(True)
+            self.is_direct = True
         if self.is_direct and not self._shows_in_mapping():
-            if not self._set_direct(False):
-                raise OSError(
-                    errno.ENOTSUP,
-                    f"Files in {self._folder!r} only support direct I/O, which does not show in"
-                    " their memory maps",
-                )
+            self._set_direct(False)
             self.is_direct = False
 
     def __del__(self) -> None:
@@ -174,15 +173,10 @@ class StagedFile:
                 f"{doing} {len(memory):,} bytes in {self._folder!r} failed: {error.strerror}",
             ) from error
 
-    def _set_direct(self, value: bool) -> bool:
-        """Turn direct I/O on or off; return whether that succeeded."""
-        try:
-            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-            flags = flags | os.O_DIRECT if value else flags & ~os.O_DIRECT
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
-        except OSError:
-            return False
-        return True
+    def _set_direct(self, value: bool) -> None:
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        flags = flags | os.O_DIRECT if value else flags & ~os.O_DIRECT
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
 
     def _shows_in_mapping(self) -> bool:
         """Return whether requests and the mapping see each other's writes, as tried on a page."""

@@ -8,14 +8,17 @@ again as soon as it has been emptied::
     buffer 1                    | use 1  | empty 1     | ...
 
 A step from files fills buffers by reading states, and empties them by writing the states. Uploads
-to a device fill them from files or cast to them, while the device computes: what it reads must be
-pinned, or the copy would block the host. Copies are sent when an upload is waited for, those of
-earlier uploads first, so that collectives behind them begin in the same order on all ranks.
+from files fill pinned ones, as copies of other memory would block the host, and empty them by
+copies to the device. That is done when an upload is waited for: the host is ahead of the device,
+which computes meanwhile. Earlier uploads are made first, so that collectives behind them begin in
+the same order on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import mmap
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -28,7 +31,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.tensors import internals
 from lightning_zero.tensors.contexts import lasting_tensors
 from lightning_zero.tensors.memory import private_map
 
@@ -159,190 +161,10 @@ class StagingMemory(Buffer):
 
 RING_BYTES = NUM_BUFFERS * CHUNK_BYTES
 
-
-class _Filling(NamedTuple):
-    """Memory that a thread fills for a part, in a buffer of the ring."""
-
-    out: Tensor
-    memory: Tensor
-    buffer: Buffer
-
-
-class Uploads:
-    """Uploads in parts, in the order in which they were started.
-
-    Args:
-        stream: The device's stream for them; without one, copies are made at once.
-        allocate: Returns pinned memory of a number of elements and a dtype.
-
-    Attributes:
-        stream: As given.
-        nbytes: Bytes of the buffers; none before their first use.
-    """
-
-    def __init__(
-        self, stream: torch.Stream | None, allocate: Callable[[int, torch.dtype], Tensor]
-    ) -> None:
-        self.stream, self._allocate = stream, allocate
-        self._threads = Threads("upload")
-        self._free: deque[Buffer] | None = None
-        self.nbytes = 0
-        self._waiting: deque[Upload] = deque()
-
-    def start(
-        self, what: str, pairs: Iterable[tuple[Tensor, Tensor]], then: Callable[[], Work]
-    ) -> Upload:
-        """Start to read what goes up, to be sent when the upload is waited for, ``then`` behind it.
-
-        It is sent behind the work that is queued on the device now, and none that is queued later.
-
-        Args:
-            what: What it does, for errors.
-            pairs: Where it goes, and whence: memory or mapped files. Threads cast it.
-            then: Starts what comes behind it.
-        """
-        upload = Upload(self, what, then)
-        with lasting_tensors():
-            for pair in pairs:
-                numel = CHUNK_BYTES // max(one.element_size() for one in pair)
-                split = zip(*(torch.split(one, numel) for one in pair), strict=True)
-                upload.parts += [(out, source) for out, source in split if out.numel()]
-        if self.stream is not None:
-            upload.begin = torch.accelerator.current_stream(self.stream.device).record_event()
-        self._waiting.append(upload)
-        self._fill()
-        return upload
-
-    def _fill(self) -> None:
-        """Let the threads fill the next parts, as far as there are free buffers for them."""
-        for upload in self._waiting:
-            while upload.parts and (self.stream is None or self._ring):
-                out, source = upload.parts.popleft()
-                buffer = Buffer(out) if self.stream is None else self._ring.popleft()
-                memory = out if self.stream is None else buffer.view(0, out.numel(), out.dtype)
-                buffer.start(self._threads, [partial(memory.copy_, source)])
-                upload.filling.append(_Filling(out, memory, buffer))
-
-    @property
-    def _ring(self) -> deque[Buffer]:
-        """The free buffers."""
-        if self._free is None:
-            memory = self._allocate(RING_BYTES, torch.uint8)
-            self._free = deque(map(Buffer, torch.split(memory, CHUNK_BYTES)))
-            self.nbytes = RING_BYTES
-        return self._free
-
-    def send(self, last: Upload | None = None) -> None:
-        """Send all uploads, or those up to ``last``.
-
-        Raises:
-            RuntimeError: One could not be filled.
-        """
-        while self._waiting and (last is None or last in self._waiting):
-            try:
-                with self.stream or contextlib.nullcontext():
-                    self._send(self._waiting[0])
-            finally:
-                self._drop()
-
-    def _send(self, upload: Upload) -> None:
-        """Send the first upload."""
-        if self.stream is not None and upload.begin is not None:
-            # Not already when it was started: the stream may have sent others' parts since.
-            self.stream.wait_event(upload.begin)
-        try:
-            while upload.filling:
-                out, memory, buffer = upload.filling[0]
-                buffer.wait()
-                upload.filling.popleft()
-                if self.stream is not None:
-                    out.copy_(memory, non_blocking=True)
-                    buffer.ends = [self.stream.record_event().synchronize]
-                    self._ring.append(buffer)
-                self._fill()
-            assert upload.then is not None
-            upload.work = upload.then()
-        except Exception as error:
-            upload.error = error
-            raise RuntimeError(f"{upload.what} failed: {error}") from error
-        finally:
-            # Also of copies sent before one failed: computation may reuse their memory.
-            upload.end = None if self.stream is None else self.stream.record_event()
-
-    def _drop(self) -> None:
-        """Drop the first upload, and give back the buffers of parts that were not sent."""
-        for _, _, buffer in self._waiting.popleft().filling:
-            with contextlib.suppress(Exception):  # the upload's, which is raised
-                buffer.wait()
-            if self.stream is not None:
-                self._ring.append(buffer)
-
-    def abandon(self) -> None:
-        """Drop all uploads that were not sent."""
-        while self._waiting:
-            self._drop()
-
-    def close(self) -> None:
-        """End the threads, and free the buffers, until the next upload."""
-        self.abandon()
-        self._threads.close()
-        self._free, self.nbytes = None, 0
-
-
-class Upload:
-    """An upload; if it has parts, none is sent before it, or a later one, is waited for.
-
-    Attributes:
-        what: What it does, for errors.
-        then: Starts what comes behind the last part.
-        parts: Those that are not being filled yet: where they go, and whence.
-        begin: The work on the device that it comes behind.
-        filling: The parts that threads fill, or have filled.
-        work: What ``then`` has started.
-        end: The end of the last copy, and of what ``then`` did on the stream.
-        error: Why it could not be sent.
-    """
-
-    def __init__(
-        self, uploads: Uploads, what: str = "", then: Callable[[], Work] | None = None
-    ) -> None:
-        self._uploads, self.what, self.then = uploads, what, then
-        self.parts: deque[tuple[Tensor, Tensor]] = deque()
-        self.filling: deque[_Filling] = deque()
-        self.work: Work | None = None
-        self.begin: torch.Event | None = None
-        self.end: torch.Event | None = None
-        self.error: Exception | None = None
-
-    def wait(self) -> None:
-        """Send it, and make the current stream wait for it.
-
-        Raises:
-            RuntimeError: A part could not be filled.
-        """
-        try:
-            self._uploads.send(self)
-            if self.work is None:
-                raise RuntimeError(f"{self.what} failed: {self.error or 'it was abandoned'}")
-            self.work.wait()
-        finally:
-            if self.end is not None and (stream := self._uploads.stream) is not None:
-                torch.accelerator.current_stream(stream.device).wait_event(self.end)
-
-
 _WITHOUT_STREAMS = ("cpu", "meta")
 """Devices that need no copies, or make them at once."""
 _MOST_GROUPS = 2
 """Groups of copies whose sources are kept: one is sent while the next one's are computed."""
-
-
-def pinned_bytes(nbytes: int, device: torch.device) -> int:
-    """Return how much host memory torch allocates to copy ``nbytes`` from or to ``device``.
-
-    Its pinned-memory allocator rounds up to powers of two.
-    """
-    is_rounded = device.type == "cuda" and nbytes > 0
-    return 1 << (nbytes - 1).bit_length() if is_rounded else nbytes
 
 
 def require_abilities(device: torch.device) -> None:
@@ -365,6 +187,56 @@ def require_abilities(device: torch.device) -> None:
         ) from error
 
 
+class Landing(NamedTuple):
+    """A copy on its way to the host, which ends with ``event``; without one it is there."""
+
+    event: torch.Event | None
+
+    def precede(self, stream: torch.Stream) -> None:
+        """Make ``stream`` wait for the copy."""
+        if self.event is not None:
+            stream.wait_event(self.event)
+
+    def wait(self) -> None:
+        """Make the host wait for the copy."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Upload:
+    """A copy to the device and what follows it, begun at the latest when it is waited for.
+
+    Attributes:
+        what: What it does, for errors.
+        begin: Begins it, and returns the work of what follows.
+        work: The work, once it has begun.
+        end: Its end on the device's stream, once it has begun.
+        error: Why it could not begin.
+    """
+
+    def __init__(self, copies: HostCopies, what: str, begin: Callable[[], Work]) -> None:
+        self._copies, self.what, self.begin = copies, what, begin
+        self.work: Work | None = None
+        self.end: torch.Event | None = None
+        self.error: Exception | None = None
+
+    def wait(self) -> None:
+        """Begin it and those before, and make the current stream wait for it.
+
+        Raises:
+            RuntimeError: It could not be read.
+        """
+        try:
+            self._copies.begin_uploads(self)
+            if self.work is None:
+                raise RuntimeError(f"{self.what} failed: {self.error or 'it was abandoned'}")
+            self.work.wait()
+        finally:
+            # Also after a failure: computation may reuse the memory of copies sent before it.
+            if self.end is not None:
+                torch.accelerator.current_stream(self._copies.device).wait_event(self.end)
+
+
 class HostCopies:
     """Copies between a device and its host, on a stream for each direction.
 
@@ -379,64 +251,64 @@ class HostCopies:
 
     Attributes:
         device: As given.
-        num_abandoned: How often uploads that were not sent have been dropped.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.num_abandoned = 0
         has_streams = device.type not in _WITHOUT_STREAMS
         self._down_stream = torch.Stream(device) if has_streams else None
         self._up_stream = torch.Stream(device) if has_streams else None
-        # End of the last copy to the device.
+        # End of the last copy that reads memory of the host's in place.
         self._up: torch.Event | None = None
         # What copies to the host still read, by group, the oldest first.
-        self._leaving: deque[tuple[object, list[tuple[Landing, Tensor]]]] = deque()
-        self._recurring: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._lock = threading.Lock()
-        self._uploads = Uploads(self._up_stream, self.lasting_memory)
-        # Host memory, held until the copy into it has ended.
+        self._leaving: dict[object, list[tuple[Landing, Tensor]]] = {}
+        # Host memory, held until the copy into it has ended; and that which nobody holds, by size.
         self._held: deque[tuple[torch.Event, Tensor]] = deque()
+        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+        # Uploads from files that have not begun, the oldest first.
+        self._uploads: deque[Upload] = deque()
+        self._threads = Threads("upload")
+        self._ring: deque[Buffer] = deque()
 
-    def can_copy(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` lies on the device and is not a subclass of ``Tensor``."""
-        return type(tensor) is Tensor and tensor.device.type == self.device.type
+    # -- host memory -----------------------------------------------------------------------------
 
-    def lasting_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros in pinned host memory.
+    def _block(self, nbytes: int) -> mmap.mmap:
+        """Return zeros in host memory, pinned for a GPU.
 
         It has exactly this size: torch's own allocator would round up to a power of two.
         """
-        nbytes = numel * dtype.itemsize
-        if self.device.type != "cuda" or not nbytes:
-            with lasting_tensors():
-                return torch.zeros(numel, dtype=dtype, device="cpu")
         block = private_map(nbytes)
+        if self.device.type == "cuda":
+            address = torch.frombuffer(block, dtype=torch.uint8).data_ptr()
+            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(cudart.cudaHostRegister(address, nbytes, 0))
+            # Finalizers run before the memory is unmapped.
+            weakref.finalize(block, cudart.cudaHostUnregister, address)
+        return block
+
+    def lasting_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros in host memory, pinned for a GPU."""
+        nbytes = numel * dtype.itemsize
         with lasting_tensors():
-            memory = torch.frombuffer(block, dtype=torch.uint8)
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(cudart.cudaHostRegister(memory.data_ptr(), nbytes, 0))
-        # Finalizers run before the memory is unmapped.
-        weakref.finalize(block, cudart.cudaHostUnregister, memory.data_ptr())
-        return memory.view(dtype)
+            if self.device.type != "cuda" or not nbytes:
+                return torch.zeros(numel, dtype=dtype, device="cpu")
+            return torch.frombuffer(self._block(nbytes), dtype=dtype)
 
     def recurring_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return temporary host memory of a recurring size; its content is undefined.
 
-        It is :meth:`lasting_memory`, reused for requests of the same number of bytes once no view
-        of it and no copy in flight refers to it.
+        It is reused for requests of the same number of bytes once no view of it and no copy in
+        flight refers to it.
         """
         self._let_go()
-        nbytes = numel * dtype.itemsize
-        with lasting_tensors(), self._lock:
-            blocks = self._recurring[nbytes]
-            free = next(filter(internals.has_memory_alone, blocks), None)
-            if free is None:
-                free = self.lasting_memory(nbytes, torch.uint8)
-                blocks.append(free)
-            memory = torch.empty(0, dtype=dtype)
-            memory.set_(free.untyped_storage(), 0, (numel,), (1,))
-            return memory
+        free, nbytes = self._free[numel * dtype.itemsize], numel * dtype.itemsize
+        with lasting_tensors():
+            if not nbytes:
+                return torch.empty(0, dtype=dtype, device="cpu")
+            block = free.pop() if free else self._block(nbytes)
+            memory = torch.frombuffer(block, dtype=dtype)
+        weakref.finalize(memory.untyped_storage(), free.append, block).atexit = False
+        return memory
 
     def _let_go(self) -> None:
         """Drop the memory of copies that have ended."""
@@ -449,21 +321,13 @@ class HostCopies:
     def passing_memory(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return temporary host memory of any size; its content is undefined.
 
-        For a GPU, torch allocates :func:`pinned_bytes` and caches them.
+        For a GPU, torch allocates a power of two of bytes, and caches them.
         """
         with lasting_tensors():
             is_pinned = self.device.type == "cuda"
             return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=is_pinned)
 
-    def storage_down(self, tensor: Tensor, group: object) -> tuple[Tensor, Landing]:
-        """Start to copy a tensor's whole storage to temporary host memory.
-
-        Returns its bytes there, and the copy, as for :meth:`down`.
-        """
-        content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        content.set_(tensor.untyped_storage())
-        memory = self.passing_memory(content.numel(), torch.uint8)
-        return memory, self.down(memory, content, group=group)
+    # -- up --------------------------------------------------------------------------------------
 
     def up(
         self,
@@ -489,30 +353,100 @@ class HostCopies:
                 _copy_and_cast(out, source)
             if after is None:  # otherwise the source is temporary, and nobody writes to it
                 self._up = self._up_stream.record_event()
-            upload = Upload(self._uploads)
+            upload = Upload(self, "", then)
             upload.work, upload.end = then(), self._up_stream.record_event()
             return upload
 
+    def up_from_files(
+        self, what: str, pairs: Iterable[tuple[Tensor, Tensor]], then: Callable[[], Work]
+    ) -> Work:
+        """Return a work whose ``wait`` copies mapped files to the device, then does ``then``.
+
+        Without streams, threads begin at once to copy them to where they go.
+
+        Args:
+            what: What it does, for errors.
+            pairs: Where it goes, and whence: threads cast it.
+            then: Starts what comes behind it.
+        """
+        parts: list[tuple[Tensor, Tensor]] = []
+        with lasting_tensors():
+            for pair in pairs:
+                numel = CHUNK_BYTES // max(one.element_size() for one in pair)
+                parts += zip(*(torch.split(one, numel) for one in pair), strict=True)
+        stream = self._up_stream
+        if stream is None:
+            reads = [self._threads.start(partial(out.copy_, one)) for out, one in parts]
+
+            def begin() -> Work:
+                wait_for(reads)
+                return then()
+        else:
+            now = torch.accelerator.current_stream(self.device).record_event()
+
+            def begin() -> Work:
+                # Behind the computation that was queued at first, not all that is queued now.
+                stream.wait_event(now)
+                with stream:
+                    self._through_ring(parts, stream)
+                    return then()
+
+        upload = Upload(self, what, begin)
+        self._uploads.append(upload)
+        return upload
+
+    def _through_ring(self, parts: Iterable[tuple[Tensor, Tensor]], stream: torch.Stream) -> None:
+        """Copy parts up on a stream from pinned buffers, which threads fill with the next ones."""
+        if not self._ring:
+            memory = self.lasting_memory(RING_BYTES, torch.uint8)
+            self._ring += map(Buffer, torch.split(memory, CHUNK_BYTES))
+        rest = iter(parts)
+        filled: deque[tuple[Tensor, Tensor, Buffer]] = deque()
+
+        def fill(number: int) -> None:
+            for out, source in itertools.islice(rest, number):
+                buffer = self._ring[0]
+                self._ring.rotate(-1)
+                memory = buffer.view(0, out.numel(), out.dtype)
+                buffer.start(self._threads, [partial(memory.copy_, source)])
+                filled.append((out, memory, buffer))
+
+        fill(NUM_BUFFERS)
+        try:
+            while filled:
+                out, memory, buffer = filled.popleft()
+                buffer.wait()
+                out.copy_(memory, non_blocking=True)
+                buffer.ends = [stream.record_event().synchronize]
+                fill(1)
+        finally:
+            for _, _, buffer in filled:
+                with contextlib.suppress(Exception):  # the first is raised
+                    buffer.wait()
+
+    def begin_uploads(self, last: Upload | None = None) -> None:
+        """Begin the uploads from files that have not begun: all, or those up to ``last``.
+
+        Raises:
+            RuntimeError: One could not be read.
+        """
+        while self._uploads and (last is None or last in self._uploads):
+            upload = self._uploads.popleft()
+            try:
+                upload.work = upload.begin()
+            except Exception as error:
+                upload.error = error
+                raise RuntimeError(f"{upload.what} failed: {error}") from error
+            finally:
+                upload.end = None if self._up_stream is None else self._up_stream.record_event()
+
     def wait_until_read(self) -> None:
-        """Wait until the device has read all sources sent up, which may then be overwritten."""
-        self._uploads.send()
+        """Wait until all sources sent up have been read, and may be overwritten."""
+        self.begin_uploads()
         if self._up is not None:
             self._up.synchronize()
 
-    def up_in_parts(
-        self, what: str, pairs: Iterable[tuple[Tensor, Tensor]], then: Callable[[], Work]
-    ) -> Work:
-        """Start to read what goes up, in threads; waiting for the work sends it, then ``then``.
-
-        See :meth:`Uploads.start`. Without streams it is read to where it goes.
-        """
-
-        def sent() -> Work:
-            if self._up_stream is not None:
-                self._up = self._up_stream.record_event()
-            return then()
-
-        return self._uploads.start(what, pairs, sent)
+    # -- down ------------------------------------------------------------------------------------
 
     def down(
         self,
@@ -536,45 +470,44 @@ class HostCopies:
         if landing.event is not None:
             self._let_go()
             self._held.append((landing.event, out))
-            self._keep(group, landing, source)
+            self._leaving.setdefault(group, []).append((landing, source))
+            while len(self._leaving) > _MOST_GROUPS:
+                self._drop_oldest()
         return landing
 
-    @property
-    def ring_bytes(self) -> int:
-        """Bytes of pinned memory held for :meth:`up_in_parts`."""
-        return self._uploads.nbytes
+    def storage_down(self, tensor: Tensor, group: object) -> tuple[Tensor, Landing]:
+        """Start to copy a tensor's whole storage to temporary host memory.
+
+        Returns its bytes there, and the copy, as for :meth:`down`.
+        """
+        content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        content.set_(tensor.untyped_storage())
+        memory = self.passing_memory(content.numel(), torch.uint8)
+        return memory, self.down(memory, content, group=group)
 
     def release_sources(self, group: object = None) -> None:
         """Drop what copies to the host read; computation waits for these copies first.
 
         Of all groups, or of ``group`` and those before it, if it is kept.
         """
-        groups = [one for one, _ in self._leaving]
-        if group is None:
-            self._drop_but(0)
-        elif group in groups:
-            self._drop_but(len(groups) - 1 - groups.index(group))
+        if group is None or group in self._leaving:
+            while self._leaving and self._drop_oldest() != group:
+                pass
 
-    def _keep(self, group: object, landing: Landing, source: Tensor) -> None:
-        """Keep ``source`` until the group after the next one begins."""
-        if not self._leaving or self._leaving[-1][0] != group:
-            self._leaving.append((group, []))
-        self._leaving[-1][1].append((landing, source))
-        self._drop_but(_MOST_GROUPS)
+    def _drop_oldest(self) -> object:
+        """Drop the sources of the oldest group, and return it."""
+        oldest = next(iter(self._leaving))
+        stream = torch.accelerator.current_stream(self.device)
+        for landing, _ in self._leaving.pop(oldest):
+            landing.precede(stream)
+        return oldest
 
-    def _drop_but(self, number: int) -> None:
-        """Drop the sources of all groups but the last ``number``."""
-        while len(self._leaving) > number:
-            _, copies = self._leaving.popleft()
-            if self._down_stream is not None:
-                stream = torch.accelerator.current_stream(self.device)
-                for landing, _ in copies:
-                    landing.precede(stream)
+    # -- the end ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Drop uploads that were not sent, and what copies to the host read."""
-        self._uploads.abandon()
-        self.num_abandoned += 1
+        """Drop uploads that have not begun, and what copies to the host read."""
+        self._uploads.clear()
+        self._threads.close()  # once they have read
         self.release_sources()
 
     def close(self) -> None:
@@ -583,8 +516,10 @@ class HostCopies:
         while self._held:
             self._held.popleft()[0].synchronize()
         self.wait_until_read()
-        self._uploads.close()
-        self._recurring.clear()
+        for buffer in self._ring:
+            buffer.wait()
+        self._ring.clear()
+        self._free.clear()
 
     @contextlib.contextmanager
     def _beside_computation(self, stream: torch.Stream) -> Iterator[None]:
@@ -601,19 +536,3 @@ def _copy_and_cast(out: Tensor, source: Tensor) -> None:
         for part, before in zip(*(torch.split(one, numel) for one in (out, source)), strict=True):
             above = torch.empty(len(before), dtype=before.dtype, device=out.device)
             part.copy_(above.copy_(before, non_blocking=True))
-
-
-class Landing(NamedTuple):
-    """A copy on its way to the host, which ends with ``event``; without one it is there."""
-
-    event: torch.Event | None
-
-    def precede(self, stream: torch.Stream) -> None:
-        """Make ``stream`` wait for the copy."""
-        if self.event is not None:
-            stream.wait_event(self.event)
-
-    def wait(self) -> None:
-        """Make the host wait for the copy."""
-        if self.event is not None:
-            self.event.synchronize()

@@ -256,6 +256,9 @@ class Device(TorchDispatchMode):
             weakref.finalize(storage, self._leave_host, place, memory).atexit = False
         return tensor
 
+    def is_on_host(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._on_host
+
     def _leave_host(self, place: int, memory: Memory) -> None:
         if self._on_host.get(place) is memory:
             del self._on_host[place]
@@ -624,7 +627,7 @@ def _on_host(device: Device) -> Iterator[Any]:
                 made: Tensor = own(owner, numel, dtype)
             finally:
                 device.new = before
-            is_known = not made.numel() or device.kind(made) != "device"
+            is_known = not made.numel() or device.is_on_host(made)
             return made if is_known else device.paint(made, kind)
 
         yield mock.patch.object(cls, name, on_host)

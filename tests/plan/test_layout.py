@@ -39,7 +39,7 @@ def test_slots_gaps_and_pieces_cover_the_buffer_once(world: int) -> None:
         for index, slot in enumerate(layout.slots):
             elements = []
             for rank in range(world):
-                start, stop, in_shard = layout.pieces(rank)[index]
+                _, start, stop, in_shard = layout.pieces(rank)[index]
                 first, last = layout.shard(rank)
                 is_inside = first <= slot.offset + start < slot.offset + stop <= last
                 assert start == stop == 0 or is_inside
@@ -61,4 +61,4 @@ def test_nothing_makes_an_empty_buffer() -> None:
     layout = Layout.build([], 3)
     assert (layout.numel, layout.shard_numel, layout.gaps) == (0, 0, ())
     empty = build([(0, 6)], 3)
-    assert (empty.numel, empty.pieces(2)) == (0, [(0, 0, slice(0, 0))])
+    assert (empty.numel, empty.pieces(2)) == (0, [(*empty.slots, 0, 0, slice(0, 0))])
