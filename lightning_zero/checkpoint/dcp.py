@@ -25,7 +25,6 @@ import os
 import pathlib
 import pickle
 import re
-import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -286,15 +285,6 @@ class Directory:
             for name, entry in self.table.state_dict_metadata.items()
             if isinstance(entry, metadata.TensorStorageMetadata)
         }
-
-    @property
-    def identity(self) -> str:
-        """A fingerprint of the content: the number of files, and a checksum of sizes and tables."""
-        files = sorted(file for file in self.path.iterdir() if file.is_file())
-        index = [(file.name, file.stat().st_size) for file in files]
-        tables = [self.path / name for name in (TABLE, PROVENANCE, REST)]
-        held = [zlib.crc32(file.read_bytes()) for file in tables if file.is_file()]
-        return f"{len(files)} files, checksum {zlib.crc32(repr((index, held)).encode()):08x}"
 
     @property
     def weights_root(self) -> Keys:

@@ -28,7 +28,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_zero.comm import Control, agreed
+from lightning_zero.comm import Control, Outcome
 from lightning_zero.tensors import PAGE, StagingMemory, mapped_storage
 
 TABLE = ".metadata"
@@ -301,8 +301,18 @@ class Reading:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Enter a context that all ranks leave with an error, which names the file, if any does."""
-        with agreed(self.control, f"Loading {self.path!r}"), naming(self.path):
+        outcome = Outcome()
+        with outcome.attempt(), naming(self.path):
             yield
+        try:
+            outcome.agree(self.control, f"Loading {self.path!r}")
+            return
+        except Exception as error:
+            own = outcome.error
+            if own is None or not str(error).endswith(f" failed: {own}"):
+                raise
+        # All ranks have failed alike, so this rank's own error says it, with one traceback.
+        raise own from own.__cause__
 
     def compare(self, mine: str) -> None:
         """Raise a ``ValueError`` on all ranks unless all describe what they read alike."""

@@ -41,7 +41,7 @@ EXPECTED = (
 )
 _ARCHIVE = b"PK\3\4"
 _LEGACY = torch.serialization.MAGIC_NUMBER.to_bytes(10, "little")
-_INDEX_BYTES = 2**16  # hashed to identify a file that is not a zip archive
+_INDEX_BYTES = 2**16  # hashed to identify a file, at its beginning and at its end
 
 
 @uncollected()
@@ -69,7 +69,6 @@ def load(
             with reading.together():
                 directory, rest = _open_directory(place, weights_only=weights_only)
             value: Any = checkpoint_of(directory, rest, reading, only_weights=only_weights)
-            identity = directory.identity
         else:
             with reading.together():
                 if are_safetensors(place) and place.exists():
@@ -77,10 +76,9 @@ def load(
                 else:
                     share = control.rank, control.world_size
                     value = _read(place, path, share, weights_only=weights_only)
-                files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
-                identity = ", ".join(map(_identity, files))
-    held = value if isinstance(value, dict) else {}
-    reading.compare(f"epoch {held.get('epoch')}, step {held.get('global_step')}, {identity}")
+        held = value if isinstance(value, dict) else {}
+        moment = f"epoch {held.get('epoch')}, step {held.get('global_step')}"
+        reading.compare(f"{moment}, {_identity(place)}")
     return value
 
 
@@ -182,13 +180,7 @@ Share = tuple[int, int] | None
 
 def _read(place: Path, path: str, share: Share = (0, 1), *, weights_only: bool) -> Any:
     """Return a file's content after verifying a ``share`` of its storages, and all else."""
-    if not place.exists():
-        raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if place.is_dir():
-        _refuse_deepspeed(place)
-        raise ValueError(f"{path!r} is not a checkpoint. Expected {EXPECTED}.")
-    if not place.is_file():
-        raise ValueError(f"{path!r} is a device or a pipe; expected a file")
+    require_checkpoint(place, path)
     if zipfile.is_zipfile(place):
         provenance(place)
         with zipfile.ZipFile(place) as archive:
@@ -211,6 +203,20 @@ def _read(place: Path, path: str, share: Share = (0, 1), *, weights_only: bool) 
             f"{path!r} is not a checkpoint: it does not start like a file written by torch.save"
         )
     return internals.load_to_host(place, weights_only=weights_only)
+
+
+def require_checkpoint(place: Path, path: str) -> None:
+    """Raise an error that says what is at ``place``, named ``path``, if that is no checkpoint.
+
+    A file is not read.
+    """
+    if not place.exists():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}")
+    if place.is_dir() and not is_directory(place) and not are_safetensors(place):
+        _refuse_deepspeed(place)
+        raise ValueError(f"{path!r} is not a checkpoint. Expected {EXPECTED}.")
+    if not place.is_dir() and not place.is_file():
+        raise ValueError(f"{path!r} is a device or a pipe; expected a file")
 
 
 def _refuse_deepspeed(folder: Path) -> None:
@@ -304,10 +310,18 @@ def _begin_of(place: Path, nbytes: int) -> bytes:
 
 
 def _identity(place: Path) -> str:
-    """Return a fingerprint of a file: its size and the checksum of its index."""
-    index = _begin_of(place, _INDEX_BYTES)
-    if zipfile.is_zipfile(place):
-        with zipfile.ZipFile(place) as archive:
-            infos = [(info.filename, info.file_size, info.CRC) for info in archive.infolist()]
-            index = repr(infos).encode()
-    return f"{os.path.getsize(place)} bytes, checksum {zlib.crc32(index):08x}"
+    """Return a fingerprint of a file or folder: its bytes, and a checksum of what changes with it.
+
+    The index of a zip is at its end, that of other formats at the beginning.
+    """
+    pattern = "*" if is_directory(place) else "*.safetensors"
+    files = [place] if place.is_file() else sorted(place.glob(pattern))
+    sizes = [file.stat().st_size for file in files]
+    index: list[Any] = [sizes, [file.name for file in files if file != place]]
+    for file, size in zip(files, sizes, strict=True):
+        if file.suffix != ".distcp" and file.is_file():
+            with file.open("rb") as content:
+                index.append(content.read(_INDEX_BYTES))
+                content.seek(max(0, size - _INDEX_BYTES))
+                index.append(content.read())
+    return f"{sum(sizes)} bytes, checksum {zlib.crc32(repr(index).encode()):08x}"

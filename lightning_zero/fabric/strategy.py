@@ -29,7 +29,7 @@ from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import Checkpoints, writes_files
 from lightning_zero.fabric.precision import FabricPrecision, grads_of
 from lightning_zero.fabric.sharding import ShardedModule, Sharding, init_device
-from lightning_zero.memory import summary
+from lightning_zero.memory import explained_memory, summary
 from lightning_zero.optimizer import clip, members, parameter_of
 from lightning_zero.parameters import Piece, local_of
 from lightning_zero.plan import START_METHODS, Settings
@@ -213,9 +213,19 @@ class ZeROStrategy(Sharding, DDPStrategy):
     # -- the step --------------------------------------------------------------------------------
 
     @override
+    @functools.wraps(DDPStrategy.backward)  # which Fabric looks at: it allows `loss.backward()`
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        with self._explained():
+            super().backward(*args, **kwargs)
+
+    @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         self._unscaled(optimizer)
-        return super().optimizer_step(optimizer, **kwargs)
+        with self._explained():
+            return super().optimizer_step(optimizer, **kwargs)
+
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained_memory(self.engines[0]) if self.engines else nullcontext()
 
     def _unscaled(
         self, optimizer: Optimizer

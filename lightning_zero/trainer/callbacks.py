@@ -12,7 +12,6 @@ pieces. Averages are whole and rest where the callback keeps them, in host memor
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_zero.engine import Engine, Replacements
+from lightning_zero.engine import Replacements
 from lightning_zero.trainer import internals
 
 try:
@@ -42,58 +41,33 @@ def refuse_averages(callbacks: Iterable[Callback]) -> None:
             )
 
 
-class AdaptedCallbacks:
-    """The Trainer's callbacks, adapted to a sharded module until :meth:`remove`.
+def adapt_callbacks(
+    callbacks: Iterable[Callback], loggers: Iterable[Any], load_average: Callable[..., Any]
+) -> Replacements:
+    """Adapt the Trainer's callbacks and loggers to a sharded module; return what undoes it.
 
-    Args:
-        callbacks: The Trainer's callbacks.
-        loggers: The Trainer's loggers.
+    ``load_average`` is called in place of an averaging callback's ``on_load_checkpoint``, with that
+    and its arguments.
 
     Raises:
         MisconfigurationException: One of them is a ``BatchSizeFinder``.
     """
-
-    def __init__(self, callbacks: Iterable[Callback], loggers: Iterable[Any]) -> None:
-        self._replaced = Replacements()
-        self._engine: Engine | None = None
-        self._awaiting: list[Callable[[], None]] = []
-        for callback in callbacks:
-            if isinstance(callback, BatchSizeFinder):
-                raise MisconfigurationException(
-                    "BatchSizeFinder does not work under ZeRO, as under DDP: a rank that runs out"
-                    " of memory would leave the others waiting for it. Remove the callback;"
-                    " lightning_zero.estimate(model, batch=...) predicts the memory of a batch of"
-                    " any size without running it."
-                )
-            # An average also loads weights into the module, which the strategy would overwrite.
-            if isinstance(callback, _AVERAGING[1:]):
-                self._replaced.wrap(callback, "on_load_checkpoint", self._load_later)
-        for logger in loggers:
-            if isinstance(logger, TensorBoardLogger) and internals.draws_graphs(logger):
-                self._replaced.wrap(logger, "log_graph", _draw_nothing)
-
-    def attach(self, engine: Engine) -> None:
-        """Take note that ``engine`` has sharded the module."""
-        self._engine = engine
-
-    def load(self) -> None:
-        """Load the averages of a checkpoint, after the module's weights."""
-        assert self._engine is not None
-        awaiting, self._awaiting = self._awaiting, []
-        if awaiting:
-            with self._engine.sharded.writing():
-                for function in awaiting:
-                    function()
-
-    def _load_later(self, inner: Callable[..., Any], *args: Any) -> None:
-        """Load an average now if the module is sharded, else when :meth:`load` is called."""
-        self._awaiting.append(functools.partial(inner, *args))
-        if self._engine is not None:
-            self.load()
-
-    def remove(self) -> None:
-        """Restore the methods of the callbacks and loggers."""
-        self._replaced.remove()
+    replaced = Replacements()
+    for callback in callbacks:
+        if isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                "BatchSizeFinder does not work under ZeRO, as under DDP: a rank that runs out"
+                " of memory would leave the others waiting for it. Remove the callback;"
+                " lightning_zero.estimate(model, batch=...) predicts the memory of a batch of"
+                " any size without running it."
+            )
+        # An average also loads weights into the module, which the strategy would overwrite.
+        if isinstance(callback, _AVERAGING[1:]):
+            replaced.wrap(callback, "on_load_checkpoint", load_average)
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger) and internals.draws_graphs(logger):
+            replaced.wrap(logger, "log_graph", _draw_nothing)
+    return replaced
 
 
 def _draw_nothing(*_: Any, **__: Any) -> None:

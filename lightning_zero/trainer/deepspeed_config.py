@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration asks of the Trainer, the loss scaler and the optimizers.
+"""Apply a DeepSpeed configuration to the Trainer, the loss scaler and the optimizers.
 
 A contradiction between it and the Trainer or the module raises a ``ValueError``.
 """

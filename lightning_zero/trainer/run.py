@@ -9,7 +9,7 @@ import functools
 import logging
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,6 @@ from lightning_zero.comm import Communicator, Control, SyncPoint
 from lightning_zero.engine import Engine, Replacements
 from lightning_zero.fabric import Checkpoints
 from lightning_zero.trainer import internals
-from lightning_zero.trainer.callbacks import AdaptedCallbacks
 from lightning_zero.trainer.precision import ZeROPrecision
 
 if TYPE_CHECKING:
@@ -41,11 +40,9 @@ class Run:
     Attributes:
         comm: Connects the ranks.
         checkpoints: Saves and loads.
-        callbacks: The Trainer's callbacks while they are adapted.
         signals: Answers signals on all ranks together, in ``fit``.
         stand_ins: Undoes replacements at teardown, last one first.
-        is_set_up: Whether weights can be loaded at once.
-        pending: Weights read before setup, and whether names must match exactly.
+        pending: Loads of weights that wait for the module to be sharded; ``None`` once it is.
         path: The checkpoint read last.
         has_agreed_to_load: Whether the ranks agreed that all load a checkpoint, or none does.
         has_failed: Whether an exception ends the run.
@@ -54,15 +51,29 @@ class Run:
 
     comm: Communicator
     checkpoints: Checkpoints
-    callbacks: AdaptedCallbacks | None = None
     signals: Signals | None = None
     stand_ins: ExitStack = field(default_factory=ExitStack)
-    is_set_up: bool = False
-    pending: tuple[Mapping[str, Any], bool] | None = None
+    pending: list[Callable[[], None]] | None = field(default_factory=list)
     path: str = ""
     has_agreed_to_load: bool = False
     has_failed: bool = False
     restores: bool = True
+
+    def load(self, load: Callable[[], None]) -> None:
+        """Load weights, at :meth:`load_pending` if each rank does not know its part yet.
+
+        As under DDP, a checkpoint is read and its hooks run before setup.
+        """
+        if self.pending is None:
+            load()
+        else:
+            self.pending.append(load)
+
+    def load_pending(self) -> None:
+        """Make the loads that setup has postponed."""
+        pending, self.pending = self.pending or [], None
+        for load in pending:
+            load()
 
     def may_gather(self, engine: Engine) -> bool:
         """Return whether weights can be made whole; warn if an exception prevents that."""

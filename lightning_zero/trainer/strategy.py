@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint import are_safetensors, existing, load_module_state, module_state
+from lightning_zero.checkpoint import (
+    are_safetensors,
+    existing,
+    load_module_state,
+    module_state,
+    require_checkpoint,
+)
 from lightning_zero.comm import StepTimes, Traffic, whole
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import Engine, forget_values
@@ -48,7 +55,7 @@ from lightning_zero.plan import (
     refuses_others,
 )
 from lightning_zero.trainer import deepspeed_config, internals
-from lightning_zero.trainer.callbacks import AdaptedCallbacks, refuse_averages
+from lightning_zero.trainer.callbacks import adapt_callbacks, refuse_averages
 from lightning_zero.trainer.internals import StoredPath, SubprocessLauncher, unwrapped
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import NoSync, Run, SameLength, Signals, callbacks_of, facts_of
@@ -60,15 +67,15 @@ _T = TypeVar("_T")
 
 
 class Launcher(SubprocessLauncher):
-    """Starts the other ranks, unless the checkpoint to load is missing: each would then fail."""
+    """Starts the other ranks, unless there is no checkpoint to load: each would then fail."""
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
         is_file = path is not None and not re.search("^(best|last|hpc|registry|.*:.*)$", str(path))
         starts_ranks = not self.cluster_environment.creates_processes_externally
-        if is_file and starts_ranks and not existing(Path(str(path))).exists():
-            raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        if is_file and starts_ranks:
+            require_checkpoint(existing(Path(str(path))), str(path))
         return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
@@ -147,7 +154,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
     @refuses_others
     def __init__(
         self,
-        stage: int = 3,
+        stage: Literal[1, 2, 3] = 3,
         *,
         units: UnitPolicy = "auto",
         min_num_params: int = 65_536,
@@ -233,8 +240,8 @@ class ZeROStrategy(Sharding, DDPStrategy):
             internals.set_device_mesh(self._module, mesh)
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
-            self._run.callbacks = AdaptedCallbacks(callbacks_of(trainer), trainer.loggers)
-            self._run.stand_ins.callback(self._run.callbacks.remove)
+            adapted = adapt_callbacks(callbacks_of(trainer), trainer.loggers, self._load_average)
+            self._run.stand_ins.callback(adapted.remove)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -260,7 +267,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
             )
         # An earlier run, or a load that failed, may have left the module at rest; its values are
         # loaded again.
-        is_blank = run.pending is not None and forget_values(module)
+        is_blank = bool(run.pending) and forget_values(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
         self._shard(module, is_fitting=is_fitting)
@@ -269,12 +276,10 @@ class ZeROStrategy(Sharding, DDPStrategy):
         offload = self.settings.offload
         reads_files = not is_fitting and offload is not None and offload.weights == "nvme"
         run.restores = self.settings.restore_weights and not (is_blank and reads_files)
-        if run.callbacks is not None:
-            run.callbacks.attach(self.engine)
         if is_fitting:
             run.signals = Signals(trainer, self.engine.comm.control)
             run.stand_ins.callback(run.signals.remove)
-        self._load_pending()
+        run.load_pending()  # code that makes optimizers sees loaded weights
         if is_fitting:
             self.setup_optimizers(trainer)
         self._announce()
@@ -590,13 +595,21 @@ class ZeROStrategy(Sharding, DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._run is None:
             super().load_model_state_dict(checkpoint, strict)
-        elif not self._run.is_set_up:
-            # As under DDP, the checkpoint is read and its hooks run before setup. Values are copied
-            # once each rank knows its part.
-            # What callbacks do to its weights later, when they are loaded, comes too late.
-            self._run.pending = (_copied(checkpoint["state_dict"]), strict)
-        else:
-            self._load_weights(checkpoint["state_dict"], strict)
+            return
+        weights = checkpoint["state_dict"]
+        if self._run.pending is not None:  # what callbacks do to them until then comes too late
+            weights = dict(weights) if isinstance(weights, MappingProxyType) else copy.copy(weights)
+        self._run.load(functools.partial(self._load_weights, weights, strict))
+
+    def _load_average(self, load: Callable[..., Any], *args: Any) -> None:
+        """Let a callback load weights of its own into the module, after the module's."""
+
+        def load_it() -> None:
+            assert self.engine is not None
+            with self.engine.sharded.writing():
+                load(*args)
+
+        self._current.load(load_it)
 
     def _agree_to_load(self, path: str | None) -> None:
         """Raise on all ranks unless all of them load a checkpoint in this setup, or none does."""
@@ -616,16 +629,6 @@ class ZeROStrategy(Sharding, DDPStrategy):
     @property
     def _is_fitting(self) -> bool:
         return self._module.trainer.state.fn == TrainerFn.FITTING
-
-    def _load_pending(self) -> None:
-        """Finish the load that setup postponed: code that makes optimizers sees loaded weights."""
-        run = self._current
-        pending, run.pending = run.pending, None
-        run.is_set_up = True
-        if pending is not None:
-            self._load_weights(*pending)
-            if run.callbacks is not None:
-                run.callbacks.load()
 
     def _load_weights(self, weights: Mapping[str, Any], strict: bool) -> None:
         try:
@@ -714,8 +717,3 @@ class ZeROStrategy(Sharding, DDPStrategy):
         module.cpu()
         if self._run is not None and self._run.comm.mesh.tensor is not None:
             make_distributed(module)
-
-
-def _copied(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a copy, of the same class if such an object can be copied."""
-    return dict(weights) if isinstance(weights, MappingProxyType) else copy.copy(weights)

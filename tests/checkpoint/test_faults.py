@@ -10,7 +10,6 @@ import re
 import shutil
 import struct
 import subprocess
-import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,13 +30,11 @@ from lightning_zero.checkpoint import (
     Saver,
     existing,
     load,
-    load_module_state,
     optimizer_state,
 )
 from lightning_zero.checkpoint.files import this_host
 from lightning_zero.comm import Control, SyncPoint
 from lightning_zero.commands import convert, damage, describe
-from lightning_zero.fabric import Checkpoints
 from tests.oracle import resharding
 from tests.oracle.by_trainer import Model, Rows, brief, model, strategy_of
 from tests.oracle.checkpoints import (
@@ -154,35 +151,6 @@ def test_other_optimizers_on_a_rank_are_named_when_saving(ranks: Pools) -> None:
     first, second = ranks(2).run(save_with_other_optimizers)
     assert first == second
     assert "do not agree on optimizer 0. rank 0: Group 0 of optimizer 0: lr 0.01; rank 1" in first
-
-
-class Slow:
-    """A save that ends only when it may."""
-
-    def __init__(self, may_end: threading.Event, said: list[str], path: str) -> None:
-        self.may_end, self.said, self.name = may_end, said, Path(path).name
-        said.append(f"{self.name} begun")
-
-    def detach(self, control: Control) -> None:
-        """Nothing to copy."""
-
-    def run(self) -> None:
-        self.may_end.wait()
-        self.said.append(f"{self.name} written")
-
-
-def test_a_save_behind_returns_and_the_next_one_waits() -> None:
-    saver, said, may_end = Saver(Control()), [], threading.Event()
-
-    def slow(checkpoint: Any, path: str, *_: Any) -> Slow:
-        return Slow(may_end, said, path)
-
-    saver.save({}, "/a.ckpt", PROVENANCE, in_background=True, kind=slow)
-    said.append("returned")
-    threading.Timer(0.3, may_end.set).start()
-    saver.save({}, "/b.ckpt", PROVENANCE, in_background=True, kind=slow)
-    saver.close()
-    assert said == ["a.ckpt begun", "returned", "a.ckpt written", "b.ckpt begun", "b.ckpt written"]
 
 
 # -- targets that ranks do not share ---------------------------------------------------------------
@@ -430,7 +398,7 @@ def test_damaged_checkpoints_are_refused_or_right(tmp_path: Path, kind: Kind) ->
         content = file.read_bytes()
         file.write_bytes(damaged(content, chance))
         error = told(load, str(path), control)
-        assert error == "no error" or "name'" in error
+        assert error == "no error" or str(path) in error
         num_refused += error != "no error"
         if error == "no error" and kind is FileSave:
             found = load(str(path), control)
@@ -498,16 +466,11 @@ def test_every_damaged_tensor_is_refused_by_all_before_anything_changes(
             assert f"{path.name}' is damaged: 'data/" in error
 
 
-def test_what_is_damaged_is_not_converted(tmp_path: Path) -> None:
-    path, control = tmp_path / "file.ckpt", Control()
+def test_what_is_damaged_asks_for_no_trust_and_is_not_converted(
+    tmp_path: Path,
+) -> None:
+    path, target, control = tmp_path / "file.ckpt", tmp_path / "other.safetensors", Control()
     resharding.save_plain(path, "elements")
-    for offset, _ in places(path)[::9]:
-        flip(control, path, offset, 0)
-        for target in ("other.ckpt", "other.safetensors"):
-            assert "is damaged" in told(convert, path, tmp_path / target)
-            assert not (tmp_path / target).exists()
-        assert len(damage(path)) == 1
-        flip(control, path, offset, 0)
     with zipfile.ZipFile(path) as archive:
         pickled = archive.read("file/data.pkl")
     begin, chance = path.read_bytes().index(pickled), random.Random(0)
@@ -517,6 +480,9 @@ def test_what_is_damaged_is_not_converted(tmp_path: Path) -> None:
         error = told(load, str(path), control)
         assert "file.ckpt' is damaged" in error
         assert "weights_only=False" not in error
+        assert "is damaged" in told(convert, path, target)
+        assert not target.exists()
+        assert len(damage(path)) == 1
         flip(control, path, place, bit)
     load(str(path), control)
 
@@ -535,21 +501,15 @@ def test_files_without_checksums_are_not_called_damaged(tmp_path: Path) -> None:
         assert "has no checksums" in told(damage, tmp_path / name)
 
 
-def test_a_directory_without_one_of_its_files_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_its_objects_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "name"
     save_here(path, some(Control(), 1.0), kind=DirectorySave)
-    readers = [
-        functools.partial(load, str(path), Control()),
-        functools.partial(load_weights, torch.nn.Linear(1, 1), path),
-    ]
-    for name in ("lightning_zero.json", ".metadata", "meta.pt", "__0_0.distcp"):
-        content = (path / name).read_bytes()
-        (path / name).write_bytes(content[: len(content) // 2])
-        assert all(str(path) in told(reader) for reader in readers), name
-        (path / name).write_bytes(content)
     (path / "meta.pt").unlink()
-    for reader in readers:
-        assert re.match(rf"FileNotFoundError: .*'meta.pt' of '{path}' is missing", told(reader))
+    for error in (
+        told(load, str(path), Control()),
+        told(load_weights, torch.nn.Linear(1, 1), path),
+    ):
+        assert re.match(rf"FileNotFoundError: .*'meta.pt' of '{path}' is missing", error)
 
 
 # -- what does not fit, or differs between ranks ---------------------------------------------------
@@ -570,7 +530,7 @@ BAD: dict[str, tuple[str | tuple[str | None, str | None], str]] = {
     "weights": ("weights.ckpt", r"contains only the model"),
     "list": ("list.ckpt", r"list.ckpt' is not a Trainer checkpoint: its 'state_dict' is a list"),
     "wider": ("good.ckpt", r"(?s)good.ckpt' does not fit.*net.head.bias.*\[11, 6\]"),
-    "missing part": ("missing", r"FileNotFoundError: Loading .*missing/__1_0.distcp'"),
+    "missing part": ("missing", r"FileNotFoundError: .*missing/__1_0.distcp'"),
     "cut part": ("short", r"short' is damaged or not a checkpoint"),
     "wider directory": ("good", r"(?s)good' does not fit.*net.head.bias.*\[11, 6\]"),
     "states as text": ("text.ckpt", r"resume from .*text.ckpt'. .*optimizer states are a dict"),
@@ -639,28 +599,3 @@ def test_refusals_name_the_file_and_change_nothing(ranks: Pools, tmp_path: Path)
     for error, other, (_, words) in zip(first, second, BAD.values(), strict=True):
         assert error == other or "different checkpoints" in words
         assert re.search(words, error), error
-
-
-def load_what_does_not_fit(path: str) -> str:
-    module, optimizers, engine = resharding.shard(3, "32-true")
-    checkpoints = Checkpoints(engine.comm.control, engine.sharded.settings, [engine].copy)
-    before = [piece.detach().clone() for piece in engine.sharded.pieces]
-    checkpoint = load(path, engine.comm.control)
-    checkpoints.prepared(optimizers, checkpoint["optimizer_states"][:1])  # the other begins afresh
-    weights = dict(checkpoint["state_dict"])
-    weights["surplus"] = torch.ones(1)
-    weights["scale"] = torch.ones(9)
-    del weights["norm.weight"]
-    error = told(load_module_state, module, engine, weights)
-    assert all(map(torch.equal, before, [piece.detach() for piece in engine.sharded.pieces]))
-    assert module.count.item() == 0
-    return error
-
-
-def test_all_that_does_not_fit_is_told_before_anything_changes(
-    ranks: Pools, tmp_path: Path
-) -> None:
-    resharding.save_plain(tmp_path / "plain.ckpt", "elements")
-    first, second = ranks(2).run(load_what_does_not_fit, str(tmp_path / "plain.ckpt"))
-    assert first == second
-    assert all(word in first for word in ("surplus", "norm.weight", "scale", "[9]"))

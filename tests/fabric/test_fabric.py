@@ -53,6 +53,30 @@ def test_clipping_to_a_norm_that_is_not_finite_raises_on_all_ranks(ranks: Pools)
     assert all("error_if_nonfinite=False" in text for text in ranks(2).run(non_finite, "zero3"))
 
 
+class _RunsOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+
+def out_of_memory() -> list[str]:
+    fabric = fabric_of("zero3")
+    model, _ = begun(fabric)
+    output(fabric, model, 0).backward()  # which Fabric refuses under some strategies
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        fabric.backward(_RunsOut.apply(output(fabric, model, 0)))
+    return error.value.__notes__
+
+
+def test_running_out_of_memory_in_backward_says_what_is_held(ranks: Pools) -> None:
+    for (note,) in ranks(1).run(out_of_memory):
+        assert note.startswith("lightning_zero: this rank holds ")
+
+
 # -- setup -----------------------------------------------------------------------------------------
 
 
