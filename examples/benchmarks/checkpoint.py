@@ -63,7 +63,7 @@ class Shards:
     def spread(self) -> dict[str, Any]:
         """Return a state dict of tensors that are sharded over the ranks."""
         return {
-            str(n): ShardedValue.of(str(n), part, self.start, (self.numel,), (1,))
+            str(n): ShardedValue.of(str(n), part, self.start, (self.numel,), (1,), self.control)
             for n, part in enumerate(self.parts)
         }
 

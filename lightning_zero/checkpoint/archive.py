@@ -54,13 +54,13 @@ class Skeleton(pickle.Pickler):
     """A pickle like that of ``torch.save``, and the content of the records ``data/0``, ....
 
     Args:
-        value: What to take apart; the tensors in it stay where they are.
+        value: The object to take apart; the tensors in it stay where they are.
 
     Attributes:
         names: The name of each sharded storage, the same on every rank, by its number.
         values: The sharded values, by name.
         others: The bytes ``[n]`` of the other storages, by number.
-        pickled: What ``torch.load`` unpickles.
+        pickled: The bytes that ``torch.load`` unpickles.
     """
 
     def __init__(self, value: Any) -> None:

@@ -73,12 +73,10 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _index_of(folder: Path) -> Path:
-    """Return the index of a folder or its only file; of both, what was written last."""
-    index, single = folder / INDEX, folder / SINGLE
-    if index.exists() and single.exists():
-        return max(single, index, key=lambda path: path.stat().st_mtime_ns)
-    if index.exists():
-        return index
+    """Return the only file of a folder or its index; of both the file, as Hugging Face does."""
+    for name in (SINGLE, INDEX):
+        if (folder / name).exists():
+            return folder / name
     files = sorted(folder.glob("*.safetensors"))
     if len(files) != 1:
         raise FileNotFoundError(

@@ -88,7 +88,7 @@ def sharded(key: str, piece: Piece, part: Tensor, comm: Communicator) -> Sharded
     if (cut := cut_of(piece.parameter)) is not None:
         return _joined(key, piece, part, cut, comm)
     start = piece.range.start
-    return ShardedValue.of(key, part, start, slot.shape, slot.stride, control=comm.control)
+    return ShardedValue.of(key, part, start, slot.shape, slot.stride, comm.control)
 
 
 def _joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) -> ShardedValue:
@@ -104,7 +104,7 @@ def _joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) 
     ((first, _), *others) = cut.ranges(cut.rank)
     if cut.dim == 0 and not others and slot.stride == stride:
         start = first * stride[0] + piece.range.start
-        return ShardedValue.of(key, part, start, shape, stride, control=comm.control)
+        return ShardedValue.of(key, part, start, shape, stride, comm.control)
     with lasting_tensors(), torch.no_grad():
         parts = comm.parts_of_ranks(part.detach())
         # Every ``cut.size``-th rank has a range of the same part, in order.
@@ -118,15 +118,7 @@ def _joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) 
         number, count, numel = comm.control.rank, comm.control.world_size, prod(shape)
         start, stop = (numel * n // count for n in (number, number + 1))
         part = whole[start:stop].clone()
-        return ShardedValue.of(key, part, start, shape, stride, control=comm.control)
-
-
-def local_value(value: Any, parameter: nn.Parameter, shape: Sequence[int]) -> Any:
-    """Return this rank's part of a whole value of a cut parameter, here of ``shape``."""
-    cut = cut_of(parameter)
-    if cut is None or not isinstance(value, Tensor):
-        return value
-    return cut.part_of(value) if tuple(value.shape) == cut.whole_shape(shape) else value
+        return ShardedValue.of(key, part, start, shape, stride, comm.control)
 
 
 # -- loading a module ------------------------------------------------------------------------------
@@ -304,8 +296,8 @@ def _described(
 ) -> dict[str, Any]:
     """Return a state with descriptions of its tensors, but numbers themselves.
 
-    A model may have very many parameters, most of whose states are alike. Alike descriptions are
-    one object in ``known``, which an exchange carries once.
+    Alike numbers, such as the steps of all parameters, are one object in ``known``, which an
+    exchange carries once.
     """
 
     def one(key: str, tensor: Tensor) -> Any:
@@ -314,9 +306,9 @@ def _described(
             held = vars(tensor).items()
             values = {k: one(k, v) if isinstance(v, Tensor) else v for k, v in held}
             return _Wrapper((type(tensor), shape, tensor.stride(), tensor.dtype), values)
-        if shape if is_whole else _is_of(piece, shape) and key != "step":
-            made = _Values(tensor.dtype, shape if is_whole else None)
-            return known.setdefault(made, made)
+        is_of_piece = isinstance(piece, Piece) and shape == (piece.range.numel,) and key != "step"
+        if shape if is_whole else is_of_piece:
+            return _Values(tensor.dtype, shape if is_whole else None)
         # To the host: a device's is unpickled to the device of the same index, so each rank would
         # take memory on the devices of all others.
         host = tensor.to("cpu")
@@ -324,17 +316,10 @@ def _described(
             return host
         return known.setdefault((host.dtype, *host.view(1).view(torch.uint8).tolist()), host)
 
-    described = {
+    return {
         key: tree_map_only(Tensor, functools.partial(one, key), value)
         for key, value in state.items()
     }
-    # Known descriptions keep their leaves alive, so no other leaf has the same id.
-    identity = tuple((key, id(leaf)) for key, leaf in described.items())
-    return known.setdefault(identity, described)  # type: ignore[no-any-return]
-
-
-def _is_of(piece: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(piece, Piece) and shape == (piece.range.numel,)
 
 
 def _entry(key: str, mine: Any, described: Any, piece: Any, comm: Communicator) -> Any:
@@ -358,7 +343,7 @@ def _entry(key: str, mine: Any, described: Any, piece: Any, comm: Communicator) 
             return sharded(key, piece, part, comm)
         stride = torch.empty(leaf.shape, device="meta").stride()
         flat = part.contiguous().reshape(-1)
-        return ShardedValue.of(key, flat, 0, leaf.shape, stride, control=comm.control)
+        return ShardedValue.of(key, flat, 0, leaf.shape, stride, comm.control)
 
     return tree_unflatten(map(one, leaves, own), tree)
 
@@ -406,7 +391,10 @@ def loadable(optimizer: Optimizer, state: Any, names: Sequence[Sequence[Sequence
 def _part(key: str, value: Any, member: Any, name: str) -> Any:
     """Return this rank's part of what tensor parallelism has cut; raise if it does not fit."""
     parameter = parameter_of(member)
-    value = local_value(value, parameter, tuple(parameter.shape))
+    cut = cut_of(parameter)
+    if cut is not None and isinstance(value, Tensor):
+        is_whole = tuple(value.shape) == cut.whole_shape(tuple(parameter.shape))
+        value = cut.part_of(value) if is_whole else value
     shape = member.range.slot.shape if isinstance(member, Piece) else member.shape
     # A state has one number per element, or a single one.
     is_tensor = isinstance(value, Tensor) and value.dim() and value.shape != shape

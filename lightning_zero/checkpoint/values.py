@@ -46,7 +46,7 @@ class ShardedValue(Tensor):
             of the whole when they are written.
         start: The index of the first of them in the memory order of the whole tensor.
         facts: Shape, stride and dtype of the whole, to be read without a call of torch.
-        control: The ranks that have the parts; ``None`` if they cannot be gathered.
+        control: The ranks that have the parts.
         is_own: Whether it is a tensor of its own, not the module's or the optimizer's.
         value: The whole tensor once it was read, if ``is_own``, or once its address was taken.
     """
@@ -55,7 +55,7 @@ class ShardedValue(Tensor):
     part: Tensor
     start: int
     facts: tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-    control: Control | None
+    control: Control
     is_own: bool
     value: Tensor | None
 
@@ -66,9 +66,9 @@ class ShardedValue(Tensor):
         start: int,
         shape: Iterable[int],
         stride: Iterable[int],
+        control: Control,
         dtype: torch.dtype | None = None,
         *,
-        control: Control | None = None,
         is_own: bool = False,
     ) -> ShardedValue:
         """Return a tensor of which this rank has ``part``, from element ``start`` on."""
@@ -118,8 +118,8 @@ class ShardedValue(Tensor):
     def with_part(self, part: Tensor, dtype: torch.dtype | None = None) -> ShardedValue:
         """Return a value of its own with the values ``part``, by default of the same dtype."""
         shape, stride, own = self.facts
-        more: Any = {"control": self.control, "is_own": True}
-        return ShardedValue.of(self.key, part, self.start, shape, stride, dtype or own, **more)
+        given = self.key, part, self.start, shape, stride, self.control, dtype or own
+        return ShardedValue.of(*given, is_own=True)
 
     def _cast(self, func: Any, args: Any, kwargs: Any) -> ShardedValue | None:
         """Return the result if a call at most casts the value; ``None`` if it does more."""
@@ -144,19 +144,9 @@ class ShardedValue(Tensor):
 
     @runs_outside
     def read(self) -> Tensor:
-        """Return the whole tensor, gathered from the ranks; a collective.
-
-        Raises:
-            RuntimeError: The values cannot be gathered.
-        """
+        """Return the whole tensor, gathered from the ranks; a collective."""
         if self.value is not None:
             return self.value
-        if self.control is None:
-            raise RuntimeError(
-                f"{self.key!r} in this state dict is sharded over the ranks, so its values cannot"
-                " be read here. Read the parameter itself, within"
-                " `with lightning_zero.gathered(module):` on all ranks."
-            )
         shape, stride, dtype = self.facts
         with internals.without_interception(), lasting_tensors():
             self.control.call(SyncPoint.VALUE, about=repr(self.key)).wait()

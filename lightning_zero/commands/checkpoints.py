@@ -87,7 +87,9 @@ def convert(
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         weights = read_weights(str(source), control, weights_only=not trust)
         checkpoint = {"state_dict": weights}
-    cast = {name: _cast(name, one, dtype) for name, one in checkpoint["state_dict"].items()}
+    cast = {
+        name: _cast(name, one, dtype, control) for name, one in checkpoint["state_dict"].items()
+    }
     tensors = {name: value for name, value in cast.items() if isinstance(value, Tensor)}
     if is_plain:
         _write(target, {**checkpoint, "state_dict": cast}, control)
@@ -107,13 +109,13 @@ def _check_alone() -> None:
         )
 
 
-def _cast(name: str, value: Any, dtype: torch.dtype | None) -> Any:
+def _cast(name: str, value: Any, dtype: torch.dtype | None, control: Control) -> Any:
     """Return a value that is cast as it is written."""
     is_cast = isinstance(value, Tensor) and value.is_floating_point() and dtype is not None
     if not is_cast or value.dtype is dtype:
         return value
     dense = value.contiguous()
-    return ShardedValue.of(name, dense.view(-1), 0, dense.shape, dense.stride(), dtype)
+    return ShardedValue.of(name, dense.view(-1), 0, dense.shape, dense.stride(), control, dtype)
 
 
 def _write(target: Path, checkpoint: Any, control: Control) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -150,30 +149,22 @@ def _choices(path: Path) -> str:
 def _module_in(path: Path) -> Any:
     if not path.exists():
         raise OSError(f"there is no file {path}")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
+    file = path.resolve()
+    for name in (path.stem, str(file)):  # another module may have the same stem
+        if (known := sys.modules.get(name)) is None:
+            break
+        if Path(getattr(known, "__file__", None) or "").resolve() == file:
+            return known
+    if (folder := str(file.parent)) not in sys.path:
         sys.path.insert(0, folder)  # where its siblings are, as for a script
-    known = sys.modules.get(path.stem)
-    if known is not None and _is_of(known, path):
-        return known
-    # Another module may have the same stem.
-    name = path.stem if known is None else f"{path.stem}_of_{abs(hash(folder)):x}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(file)
     try:
-        spec.loader.exec_module(module)
+        exec(compile(file.read_text(), file, "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
     return module
-
-
-def _is_of(module: ModuleType, path: Path) -> bool:
-    file = getattr(module, "__file__", None)
-    return file is not None and Path(file).resolve() == path.resolve()
 
 
 def _hugging_face(path: Path) -> Callable[[], nn.Module]:

@@ -158,7 +158,10 @@ class ShardedPrecision(Precision):
 
 
 class FabricPrecision(ShardedPrecision):
-    """The precision plugin of Fabric's ``ZeROStrategy``, built from ``Fabric(precision=...)``."""
+    """The precision plugin of Fabric's ``ZeROStrategy``, built from ``Fabric(precision=...)``.
+
+    Under ``16-mixed``, ``fabric.backward`` scales the loss; steps unscale and may be skipped.
+    """
 
     plugins = Precision, HalfPrecision, DoublePrecision, MixedPrecision
     casters: ClassVar[Mapping[str, Callable[[], Precision]]] = {
@@ -167,42 +170,26 @@ class FabricPrecision(ShardedPrecision):
         "16-mixed": lambda: MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler(enabled=False)),
     }
 
-    @classmethod
-    @override
-    def of(cls, plugin: Any) -> Any:
-        made = super().of(plugin)
-        if made.scaler is not None and not isinstance(made, ScaledPrecision):
-            return ScaledPrecision(str(made.precision), made.scaler, made.device)
-        return made
+    def __init__(
+        self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
+    ) -> None:
+        super().__init__(precision, scaler, device)
+        # By optimizer: the gradients that were unscaled, and whether any was not finite.
+        self._unscaled: dict[int, tuple[list[weakref.ref[Any]], bool]] = {}
+        if self.scaler is not None:
+            # Only now: Fabric refuses `loss.backward()` if a precision has a `backward` of its own.
+            self.backward = self._scaled_backward  # type: ignore[method-assign]
+
+    def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        assert self.scaler is not None
+        super().backward(tensor * self.scaler.scale, *args, **kwargs)
 
     def unscale(
         self, optimizer: Optimizer, find_piece: FindPiece, comm: Communicator | None
     ) -> None:
         """Divide the gradients by the loss scale, unless that was done to these gradients."""
-
-
-class ScaledPrecision(FabricPrecision):
-    """``16-mixed``: ``fabric.backward`` scales the loss; steps unscale and may be skipped.
-
-    A class of its own, as Fabric refuses ``loss.backward()`` if a precision has a ``backward``.
-    """
-
-    def __init__(
-        self, precision: str = "16-mixed", scaler: LossScaler | None = None, device: str = "cpu"
-    ) -> None:
-        super().__init__(precision, scaler, device)
-        # By optimizer: the gradients that were unscaled, and whether any was not finite.
-        self._unscaled: dict[int, tuple[list[weakref.ref[Any]], bool]] = {}
-
-    @override
-    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
-        assert self.scaler is not None
-        super().backward(tensor * self.scaler.scale, model, *args, **kwargs)
-
-    @override
-    def unscale(
-        self, optimizer: Optimizer, find_piece: FindPiece, comm: Communicator | None
-    ) -> None:
+        if self.scaler is None:
+            return
         pieces, others = grads_of(optimizer, find_piece)
         grads = [*(piece.grad for piece in pieces if piece.grad is not None), *others]
         storages = [grad.untyped_storage() for grad in grads]
@@ -218,13 +205,14 @@ class ScaledPrecision(FabricPrecision):
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Step, unless a gradient on any rank is not finite, and move to the next loss scale."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
         if kwargs.get("closure") is not None:
             raise ValueError(
                 "precision='16-mixed' decides before a step whether to skip it, so an optimizer"
                 " cannot be stepped with a closure. Call the closure first, or use 'bf16-mixed'."
             )
         _, found_inf = self._unscaled.pop(id(optimizer))
-        assert self.scaler is not None
         self.scaler.update(found_inf=found_inf)
         return None if found_inf else optimizer.step(**kwargs)
 

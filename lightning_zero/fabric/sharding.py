@@ -1,4 +1,4 @@
-"""What the strategies of Fabric and of the Trainer share: ranks, sharding, and their names."""
+"""The base class of the strategies of Fabric and the Trainer: ranks, sharding and names."""
 
 from __future__ import annotations
 

@@ -107,20 +107,6 @@ def test_bytes_reach_their_place(
     assert checksum == zlib.crc32(expected)
 
 
-def test_a_full_disk_is_an_error(tmp_path: Path, mocker: MockerFixture) -> None:
-    real_write, room = os.pwrite, 5000
-
-    def written(descriptor: int, chunk: Any, place: int) -> int:
-        if place >= room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real_write(descriptor, memoryview(chunk)[: room - place], place)
-
-    (tmp_path / "file").touch()
-    mocker.patch("os.pwrite", written)
-    with Writer(tmp_path / "file") as writer, pytest.raises(OSError, match="No space left"):
-        writer.write(0, torch.zeros(LARGE, dtype=torch.uint8))
-
-
 # -- what a file holds -----------------------------------------------------------------------------
 
 
@@ -140,7 +126,7 @@ def save_everything(path: str) -> None:
         flat = whole.reshape(-1)
         edges = [flat.numel() * r // control.world_size for r in range(control.world_size + 1)]
         start, stop = edges[control.rank], edges[control.rank + 1]
-        return ShardedValue.of(key, flat[start:stop], start, whole.shape, whole.stride())
+        return ShardedValue.of(key, flat[start:stop], start, whole.shape, whole.stride(), control)
 
     tied = cut("tied", torch.arange(6.0).view(2, 3))
     checkpoint = {

@@ -29,7 +29,7 @@ def some(control: Control, fill: float, numel: int = 100_000) -> dict[str, Any]:
     edges = [numel * rank // control.world_size for rank in range(control.world_size + 1)]
     start, stop = edges[control.rank], edges[control.rank + 1]
     part = torch.full((stop - start,), fill)
-    whole = ShardedValue.of("whole", part, start, (numel,), (1,))
+    whole = ShardedValue.of("whole", part, start, (numel,), (1,), control)
     return {"state_dict": {"whole": whole, "plain": torch.full((7,), fill)}, "fill": fill}
 
 
