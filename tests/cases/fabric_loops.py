@@ -344,3 +344,22 @@ def a_checkpoint_is_loaded_in_part(play: Player) -> Trace:
     fabric.barrier()
     fabric.load_raw(raw, model)
     return trace([], model)
+
+
+@case("fabric")
+def modules_with_the_same_names(play: Player) -> Trace:
+    """They are saved together, and each is loaded again."""
+    fabric, path = play.fabric(), play.folder / "twins.ckpt"
+
+    def twins(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        return {name: fabric.setup(Blocks(1, WIDTH)) for name in ("student", "teacher")}
+
+    first, second = twins(0), twins(1)
+    fabric.save(path, first)
+    fabric.load(path, dict(second))
+    for name, module in first.items():
+        assert torch.equal(module(batch(0, 0)), second[name](batch(0, 0)))
+    found = trace([], *second.values())
+    found.saved = torch.load(path, weights_only=True)
+    return found

@@ -40,6 +40,8 @@ case("fit", Regression, "accumulate", **VALIDATED, max_epochs=2, accumulate_grad
 case("fit", Regression, "cut_into_units", **VALIDATED, rests=True, stages=(3, 2, 3, 3),
      settings=({"units": "auto"}, {"units": {nn.Linear, nn.LayerNorm}}, {"units": lambda m: bool(m._parameters)}, {"prefetch": 0}))  # fmt: skip
 case("fit", Regression, "save_and_resume", **SAVED, readers=("ddp", 1, 3), rests=True)
+case("fit", Regression, "save_and_resume_the_loss_scale", **SAVED, readers=("ddp", "own", "of ddp"),
+     precisions=("16-mixed",), ulps=16)  # fmt: skip
 case("fit", Regression, "save_and_resume_a_directory", **SAVED, readers=(1, 3), settings=({"checkpoint": "dcp"},))  # fmt: skip
 
 FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}

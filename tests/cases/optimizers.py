@@ -19,15 +19,17 @@ import pytest
 import schedulefree
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.oracle.messages import messages
 from tests.oracle.own_optimizers import ByNumber, Nested, Own
 from tests.oracle.play import Player, case, widen
 from tests.oracle.projects import ByHand, Noted, Regression, Trace, rows
@@ -772,3 +774,63 @@ for name, make in {
     for fails_at in (-1, 1):
         case("optimizers", name=f"second_fit_{name}_{fails_at}", loop=functools.partial(goes_on, make, fails_at), ulps=64,
              worlds=(1,) if fails_at > 0 else (2,), settings=({}, {}, FILES) if name == "adam" else ({},), stages=(3, 1, 3))  # fmt: skip
+
+
+# -- blocks of a DeepSpeed configuration -----------------------------------------------------------
+
+WARMUP = {"warmup_max_lr": 0.05, "warmup_num_steps": 2, "warmup_type": "linear"}
+BLOCKS = {
+    "optimizer": {"type": "Adam", "params": {"lr": 0.05, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupDecayLR", "params": WARMUP},
+}
+
+
+class Configured(Regression):
+    """Under DDP, has what the blocks ask for; else another optimizer and scheduler."""
+
+    def __init__(self, blocks: tuple[str, ...]) -> None:
+        super().__init__()
+        self.head.bias.requires_grad_(False)
+        self.blocks, self.calls = blocks, 0
+
+    def configure_optimizers(self) -> Any:
+        self.calls += 1
+        is_ddp = not hasattr(self.trainer.strategy, "settings")
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer: Any = torch.optim.AdamW(trained, lr=0.05, weight_decay=0.1)
+        if not is_ddp and "optimizer" in self.blocks:
+            optimizer = SGD(self.parameters(), lr=3.0)
+        if "scheduler" not in self.blocks:
+            return optimizer
+        last = self.trainer.estimated_stepping_batches
+
+        def share(step: int) -> float:
+            count = max(step - 1, 0)
+            return count / 2 if count < 2 else (last - count) / (last - 2)
+
+        scheduler: Any = {"scheduler": LambdaLR(optimizer, share), "interval": "step"}
+        return [optimizer], [scheduler if is_ddp else LinearLR(optimizer, 0.125)]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.notes.append(optimizer.param_groups[0]["lr"])
+
+
+def by_config(blocks: tuple[str, ...], play: Player) -> Trace:
+    """Blocks count more than the module, of which a line tells; and the run is resumed."""
+    how: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": 2}
+    module, again = Configured(blocks), Configured(blocks)
+    config = {name: BLOCKS[name] for name in blocks}
+    with messages() as said:
+        play.fit(module, strategy=play.strategy(config=config), enable_checkpointing=True,
+                 callbacks=[ModelCheckpoint(play.folder, "{epoch}", save_top_k=-1)], **how)  # fmt: skip
+    lines = [line for line in said if "is that of the DeepSpeed configuration" in line]
+    assert len(lines) == (play.rank == 0 and not play.is_ddp)
+    assert module.calls == (play.is_ddp or "optimizer" not in blocks)
+    path, strategy = f"{play.folder}/epoch=0.ckpt", play.strategy(config=config)
+    trace = play.fit(again, strategy=strategy, ckpt_path=path, **how)
+    trace.notes = [module.notes, again.notes]
+    return trace
+
+
+for blocks in (("optimizer", "scheduler"), ("scheduler",), ("optimizer",)):
+    case("optimizers", name=f"deepspeed_{'_and_'.join(blocks)}", loop=functools.partial(by_config, blocks), ulps=256)  # fmt: skip

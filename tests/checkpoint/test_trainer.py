@@ -11,9 +11,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_zero import ZeROPrecision, ZeROStrategy, load_weights
+from lightning_zero import ZeROStrategy, load_weights
 from lightning_zero.commands import convert
-from lightning_zero.optimizer import LossScaler
 from tests.oracle.by_trainer import (
     NUM_ROWS,
     Model,
@@ -148,30 +147,7 @@ def test_other_objects_are_made_only_on_request(ranks: Pools, tmp_path: Path) ->
         assert "weights_only=False" in told
 
 
-# -- scalers and places ---------------------------------------------------------------------------
-
-
-def keep_the_scale(folder: str) -> list[Any]:
-    scaler = LossScaler(init_scale=2.0**9, growth_interval=2)
-    first, second = (
-        brief(ZeROStrategy(2, precision_plugin=ZeROPrecision("16-mixed", given)), 3)
-        for given in (scaler, None)
-    )
-    first.fit(model(), Rows())
-    first.save_checkpoint(f"{folder}/file.ckpt")
-    second.fit(model(), Rows(), ckpt_path=f"{folder}/file.ckpt")
-    return [first.precision_plugin.state_dict(), second.precision_plugin.state_dict()]
-
-
-def test_scaler_is_kept_under_the_name_that_ddp_reads(ranks: Pools, tmp_path: Path) -> None:
-    first, second = ranks(2).run(keep_the_scale, str(tmp_path))[0]
-    assert first == second
-    assert first["scale"] == 2.0**10
-    found = torch.load(tmp_path / "file.ckpt", weights_only=True)
-    assert found["MixedPrecision"] == first
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.load_state_dict(found["MixedPrecision"])
-    assert scaler.get_scale() == 2.0**10
+# -- places ----------------------------------------------------------------------------------------
 
 
 def save_elsewhere(folder: str) -> list[str]:

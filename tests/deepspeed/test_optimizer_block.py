@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import optim
 from torch.nn import Parameter
-from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_zero import ZeROStrategy
 from lightning_zero.deepspeed import Config, SchedulerBlock
-from tests.oracle.messages import messages
-from tests.oracle.models import Block
-from tests.oracle.projects import Regression, Trace, assert_like_ddp, make_trainer, rows
-from tests.oracle.ranks import Pools
 
 # ---------------------------------------------------------------------------- optimizers
 
@@ -149,98 +143,6 @@ def test_a_wrong_scheduler_is_one_sentence(block: dict[str, Any], words: str) ->
     with pytest.raises(ValueError, match="scheduler") as caught:
         build()
     assert words in str(caught.value)
-
-
-# ---------------------------------------------------------------------------- in runs
-
-OPTIMIZER = {"type": "Adam", "params": {"lr": 0.05, "weight_decay": 0.1}}
-SCHEDULER = {"type": "WarmupDecayLR", "params": {**WARMUP, "warmup_max_lr": 0.05}}
-
-
-class Configured(Regression):
-    """Under DDP, has what the configuration asks for; else another optimizer and scheduler."""
-
-    def __init__(self, *, is_ddp: bool, has: Any) -> None:
-        super().__init__()
-        self.head.bias.requires_grad_(False)
-        self.is_ddp, self.has, self.calls = is_ddp, has, 0
-        self.notes: list[float] = []
-
-    def configure_optimizers(self) -> Any:
-        self.calls += 1
-        trained = [p for p in self.parameters() if p.requires_grad]
-        optimizer: Any = optim.AdamW(trained, lr=0.05, weight_decay=0.1)
-        if not self.is_ddp and "optimizer" in self.has:
-            optimizer = optim.SGD(self.parameters(), lr=3.0)
-        if "scheduler" not in self.has:
-            return optimizer
-        if not self.is_ddp:
-            return [optimizer], [optim.lr_scheduler.LinearLR(optimizer, 0.125)]
-        last = self.trainer.estimated_stepping_batches
-
-        def share(step: int) -> float:
-            count = max(step - 1, 0)
-            return count / 2 if count < 2 else (last - count) / (last - 2)
-
-        return [optimizer], [{"scheduler": LambdaLR(optimizer, share), "interval": "step"}]
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.notes.append(optimizer.param_groups[0]["lr"])
-
-
-def _train(stage: int | None, config: dict[str, Any], folder: str, *, resumes: bool) -> Any:
-    """Return the run, the lines about the configuration, and the calls of the module's hook."""
-    module = Configured(is_ddp=stage is None, has=config)
-    strategy = "ddp" if stage is None else ZeROStrategy(stage, config=config, units={Block})
-    trainer = make_trainer(
-        strategy,
-        max_epochs=3,
-        accumulate_grad_batches=2,
-        callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)] if folder else [],
-        enable_checkpointing=bool(folder),
-    )
-    with messages() as said:
-        trainer.fit(module, rows(), ckpt_path=f"{folder}/epoch=0.ckpt" if resumes else None)
-    lines = [line for line in said if "is that of the DeepSpeed configuration" in line]
-    return Trace.of(module, trainer, module.notes), lines, module.calls
-
-
-def _train_all(folder: str) -> list[Any]:
-    both = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
-    found = []
-    for config, stages in (
-        (both, (None, 1, 3)),
-        ({"scheduler": SCHEDULER}, (None, 2)),
-        ({"optimizer": OPTIMIZER}, (None, 3)),
-    ):
-        found.append(
-            {
-                stage or "ddp": _train(stage, config, folder if stage == 3 else "", resumes=False)
-                for stage in stages
-            }
-        )
-    whole, _, _ = found[0][3]
-    late, lines, calls = _train(3, both, folder, resumes=True)
-    late.losses[:0] = whole.losses[: -len(late.losses)]
-    late.notes[:0] = whole.notes[: -len(late.notes)]
-    found[0]["resumed"] = late, lines, calls
-    return found
-
-
-def test_blocks_count_more_than_the_module_and_a_line_says_so(ranks: Pools, tmp_path: Any) -> None:
-    found = ranks(2).run(_train_all, str(tmp_path))
-    assert found[0][0]["ddp"][0].notes[:5] == pytest.approx([0.0, 0.0, 0.025, 0.05, 0.0375])
-    by_optimizer = "The optimizer is that of the DeepSpeed configuration; configure_optimizers is"
-    by_scheduler = "The scheduler is that of the DeepSpeed configuration; configure_optimizers' Lin"
-    for index, words in enumerate((by_optimizer, by_scheduler, by_optimizer)):
-        assert_like_ddp(
-            [{name: run for name, (run, _, _) in rank[index].items()} for rank in found], ulps=256
-        )
-        for number, rank in enumerate(found):
-            for name, (_, lines, calls) in rank[index].items():
-                assert calls == (words is by_scheduler or name == "ddp")
-                assert len(lines) == (number == 0 and name != "ddp")
-                assert all(line.startswith(words) for line in lines)
 
 
 TYPICAL = """{
