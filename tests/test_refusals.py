@@ -6,8 +6,8 @@ up. The calls run on one rank, or on two.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +20,9 @@ from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.optim import Optimizer
 
-from lightning_zero import ZeROPrecision, ZeROStrategy, estimate, fabric
+from lightning_zero import ZeROPrecision, ZeROStrategy, estimate, fabric, gathered, join
 from lightning_zero.plan import CURES
 from tests.cases.optimizers import Made, Wrapped
 from tests.cases.tensor_parallel import SIZES
@@ -62,40 +63,37 @@ def fit(
 OfTorchao: Any = type("AdamW8bit", (Wrapped,), {"__module__": "torchao.optim.subclass"})
 
 
-class Empty(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = self.head = nn.Identity()
+def but(
+    change: Callable[[Any], Any] = lambda m: None, **hooks: Callable[[Any], Any]
+) -> Callable[[], Any]:
+    """A module that is changed, at once or in hooks."""
+
+    def make() -> Any:
+        change(module := Regression())
+        for name, hook in hooks.items():
+
+            def call(*_: Any, hook: Callable[[Any], Any] = hook) -> None:
+                hook(module)
+
+            setattr(module, name, call)
+        return module
+
+    return make
 
 
-class Lazy(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.LazyLinear(6)
+def empty(module: Any) -> None:
+    module.net = module.head = nn.Identity()
 
 
-class Unfilled(Regression):
-    """A child on the meta device that nothing initializes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.scales = nn.ParameterList([torch.ones(WIDTH)])
+def unfilled(module: Any) -> None:
+    """Has a child on the meta device that nothing initializes."""
+    with torch.device("meta"):
+        module.scales = nn.ParameterList([torch.ones(WIDTH)])
 
 
-class TrainedInEightBits(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        quantize(self.head, is_frozen=False)
-
-
-class UnfrozenInEightBits(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        quantize(self.head)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.head.weight.requires_grad_(True)
+def convert_in_step(module: Any) -> None:
+    module.loss(next(iter(rows())))
+    module.net.to(torch.bfloat16)
 
 
 class Twice(Regression):
@@ -118,35 +116,6 @@ class Odd(Precision):
     """A plugin that ZeRO knows nothing of."""
 
 
-class Parametrized(Regression):
-    """Makes parameters of those that are trained, amid the training."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        nn.utils.parametrizations.weight_norm(self.head)
-
-
-class MakesParameters(Regression):
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        nn.Parameter(self.head.weight)
-
-
-class Converted(Regression):
-    """Converts its weights, at rest or in a step."""
-
-    def __init__(self, convert: Callable[[Any], Any], *, in_step: bool) -> None:
-        super().__init__()
-        self.convert, self.in_step = convert, in_step
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if not self.in_step:
-            self.convert(self)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.convert(self)
-        return loss
-
-
 class ChangedByItself(Block):
     """A module that changes its own weight while it runs, in the precision in which it runs."""
 
@@ -156,14 +125,15 @@ class ChangedByItself(Block):
         return super().forward(x)
 
 
-class Forbidden(Regression):
-    def __init__(self) -> None:
-        super().__init__(lr=0.01, optimizer=torch.optim.SGD)
-        self.net.blocks[1] = ChangedByItself(WIDTH)
+def changes_itself(module: Any) -> None:
+    module.lr, module.optimizer = 0.01, torch.optim.SGD
+    module.net.blocks[1] = ChangedByItself(WIDTH)
 
 
 def in_half_precision(stage: int) -> Callable[[], Any]:
-    return fit(Forbidden, stage=stage, units={Block, ChangedByItself}, precision="bf16-mixed")
+    return fit(
+        but(changes_itself), stage=stage, units={Block, ChangedByItself}, precision="bf16-mixed"
+    )
 
 
 class Initializing(nn.Module):
@@ -217,20 +187,46 @@ class HeadNorms(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.2)
 
 
-class AsksAlone(Regression):
+def asks(ask: Callable[[Any], Any], optimizer: Any = torch.optim.Adam) -> Callable[[], Any]:
     """One rank asks for what all have a part of."""
-
-    def __init__(self, ask: Callable[[Any], Any], optimizer: Any = torch.optim.Adam) -> None:
-        super().__init__(optimizer=optimizer)
-        self.ask = ask
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_rank == 0:
-            self.ask(self.trainer.optimizers[0])
+    alone = lambda m: m.global_rank or ask(m.trainer.optimizers[0])  # noqa: E731
+    change = lambda m: setattr(m, "optimizer", optimizer)  # noqa: E731
+    return fit(but(change, on_train_batch_end=alone), stage=1)
 
 
-def asks(ask: Callable[[Any], Any], **optimizer: Any) -> Callable[[], Any]:
-    return fit(lambda: AsksAlone(ask, **optimizer), stage=1)
+def gathers(use: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Rank 1 does something with a weight that is gathered for reading."""
+
+    def hook(module: Any) -> None:
+        with gathered(module):
+            if module.global_rank == 1:
+                use(module.net.blocks[1].linear.weight)
+
+    return fit(but(on_train_batch_end=hook))
+
+
+def gather_within(module: Any) -> None:
+    with gathered(module), gathered(module.head, modify=True):
+        pass
+
+
+def go_backward_in_join(module: Any) -> None:
+    with join(module):
+        module(torch.ones(2, WIDTH)).sum().backward()
+
+
+def hook_late(module: Any) -> None:
+    Optimizer.register_step_pre_hook(module.trainer.optimizers[0], lambda *_: None)
+
+
+def assigns(name: str, data: Any) -> Callable[[], Any]:
+    """A gradient is assigned, or its data."""
+
+    def assign(module: Any) -> None:
+        weight = module.head.weight
+        setattr(weight if name == "grad" else weight.grad, name, data(module))
+
+    return fit(but(on_before_optimizer_step=assign))
 
 
 def cut(module: Any, size: int = 2, **more: Any) -> Callable[[], Any]:
@@ -247,6 +243,36 @@ def estimated(*args: Any, **options: Any) -> Callable[[], Any]:
 def shards(*sizes: int) -> Callable[[], Any]:
     """A run in which each rank asks for copies of so many ranks."""
     return lambda: fit(shard=sizes[dist.get_rank() % len(sizes)])()
+
+
+def by_rank(**options: Any) -> Callable[[], Any]:
+    """A Trainer with other options on each rank."""
+
+    def run() -> None:
+        own = {name: values[dist.get_rank()] for name, values in options.items()}
+        make_trainer(3, **own).fit(Regression(), rows())
+
+    return run
+
+
+class Plateau(Regression):
+    """Follows a metric of which each rank has its own, as ``sync_dist`` was forgotten."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "mine"}}
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mine", float(self.current_epoch if self.global_rank else -self.current_epoch))
+
+
+def follow_a_metric_of_each_rank() -> None:
+    trainer = make_trainer(3, max_epochs=5)
+    try:
+        trainer.fit(Plateau(), rows())
+    finally:
+        assert trainer.global_step == 8, "no step is made with it"
 
 
 def read_what_was_left_sharded() -> None:
@@ -271,6 +297,11 @@ def set_up_with_an_optimizer_of_old_parameters() -> None:
     loop.setup(net, torch.optim.AdamW(net.parameters()))
 
 
+AWAY = {
+    "offload_optimizer": "nvme",
+    "offload_weights": "nvme",
+    "offload_path": tempfile.gettempdir(),
+}
 V, T, R, E = ValueError, TypeError, RuntimeError, Exception
 REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # Arguments.
@@ -305,13 +336,16 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rounded and away": (strategy(stochastic_rounding=True, offload_optimizer="nvme", offload_weights="nvme"), V, "offload steps parameters where they rest. Remove one"),
     "estimate, bits": (estimated(Regression, ZeROStrategy(2, gather_bits=8)), V, "gather_bits=8 has no effect"),
     # Modules and optimizers.
-    "empty": (fit(Empty, units="auto"), V, "Empty has no parameters, so there is nothing to shard"),
-    "lazy": (fit(Lazy), V, "'head.weight' is lazily initialized and has no shape yet"),
-    "unfilled": (fit(Unfilled), V, r"no `reset_parameters\(\)`"),
+    "empty": (fit(but(empty), units="auto"), V, "Regression has no parameters, so there is nothing to shard"),
+    "lazy": (fit(but(lambda m: setattr(m, "head", nn.LazyLinear(6)))), V, "'head.weight' is lazily initialized and has no shape yet"),
+    "sparse": (fit(but(lambda m: setattr(m.head, "weight", nn.Parameter(torch.eye(WIDTH).to_sparse())))), V, "'head.weight' is not a dense tensor"),
+    "unfilled": (fit(but(unfilled)), V, r"no `reset_parameters\(\)`"),
     "rounded in fp32": (fit(stochastic_rounding=True), V, "no parameter rests in bf16. Use precision='bf16-true'"),
     "rounded, mixing": (fit(lambda: Regression(optimizer=torch.optim.Adafactor), precision="bf16-true", stochastic_rounding=True), V, "Adafactor mixes the elements of a parameter.* and stochastic_rounding"),
-    "eight bits": (fit(TrainedInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
-    "eight bits, unfrozen": (fit(UnfrozenInEightBits), V, "'head.weight' is of class EightBits, .* Freeze it"),
+    "away, mixing": (fit(lambda: Regression(optimizer=torch.optim.Adafactor), **AWAY), V, "Adafactor mixes the elements of a parameter, but offload .* remove offload_optimizer"),
+    "away, 16 bits": (fit(lambda: Regression(optimizer=lambda p, lr: torch.optim.SGD(p, lr, fused=True)), precision="bf16-true", **AWAY), V, "leaves most of a 16-bit parameter"),
+    "eight bits": (fit(but(lambda m: quantize(m.head, is_frozen=False))), V, "'head.weight' is of class EightBits, .* Freeze it"),
+    "eight bits, unfrozen": (fit(but(lambda m: quantize(m.head), on_train_batch_start=lambda m: m.head.weight.requires_grad_(True))), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "wrapped states": (fit(lambda: Made(lambda m: OfTorchao(m.parameters())), checkpoint="dcp"), V, "AdamW8bit keeps states in tensors that wrap others"),
     "hoarder": (fit(lambda: Regression(optimizer=Hoarder)), V, "Hoarder keeps views of parameters outside of"),
     "twice": (fit(Twice), V, r"'?head.weight'? appears in more than one param group of SGD"),
@@ -321,9 +355,16 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "units by name": (fit(units="all"), V, "Expected units='auto', classes or a callable, got units='all'"),
     **{f"changed in half precision, stage {n}": (in_half_precision(n), R, r"'net.blocks.1.linear.weight' .*cast_weights='none'") for n in (1, 3)},
     # Uses.
-    "parametrized": (fit(Parametrized), R, r"Parametrize the module .* before `fit`"),
-    "made parameters": (fit(MakesParameters), R, r"Parametrize the module .* before `fit`"),
-    **{f"converted, stage {n}, {w}": (fit(partial(Converted, c, in_step=w), stage=n), R, r"'net.stem.weight' is a view of a flat buffer.*`precision` of the Trainer") for n, w, c in ((1, False, nn.Module.half), (3, True, lambda m: m.net.to(torch.bfloat16)))},
+    "parametrized": (fit(but(on_train_batch_start=lambda m: nn.utils.parametrizations.weight_norm(m.head))), R, r"Parametrize the module .* before `fit`"),
+    "made parameters": (fit(but(on_train_batch_start=lambda m: nn.Parameter(m.head.weight))), R, r"Parametrize the module .* before `fit`"),
+    **{f"converted, stage {n}": (fit(but(**hook), stage=n), R, r"'net.stem.weight' is a view of a flat buffer.*`precision` of the Trainer") for n, hook in ((1, {"on_train_batch_start": nn.Module.half}), (3, {"training_step": convert_in_step}))},
+    "backward in join": (fit(but(on_train_batch_end=go_backward_in_join)), R, r"began within `lightning_zero.join`"),
+    "a graph between steps": (fit(but(on_train_batch_end=lambda m: torch.stack([p.square().sum() for p in m.parameters()]).sum().backward())), R, r"no longer in memory[.] .* `training_step`"),
+    "gathered in gathered": (fit(but(on_train_batch_end=gather_within)), R, "to the outer one"),
+    "a late hook": (fit(but(on_train_batch_start=hook_late), **AWAY), R, r"pre-hook of AdamW .*own register_step_pre_hook"),
+    **{f"assigned {name} {number}": (assigns(name, data), R, r"cannot be assigned .* 'head.weight', of") for name in ("grad", "data") for number, data in enumerate((lambda m: torch.zeros(WIDTH), lambda m: torch.zeros(WIDTH, WIDTH, dtype=torch.float64)))},
+    "a gradient of another": (assigns("grad", lambda m: m.net.stem.weight.grad), R, "'net.stem.weight' was assigned to parameter 'head.weight"),
+    "a gradient's storage": (fit(but(on_before_optimizer_step=lambda m: m.head.weight.grad.untyped_storage().data_ptr())), R, "storage"),
     "left sharded": (read_what_was_left_sharded, R, r"'net.blocks.0.linear.weight'.*restore_weights=True"),
     "no setup": (forget_fabrics_setup, T, "no_backward_sync"),
     **{f"batch size, {v}": (find_batch_sizes(v), E, r"lightning_zero\.estimate") for v in ("fit", "validate", "test", "predict")},
@@ -342,6 +383,10 @@ OF_TWO: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "parameters that were replaced": (set_up_with_an_optimizer_of_old_parameters, V, "AdamW has parameters of no module that was set up. Create it after"),
     "all states of one rank": (asks(lambda o: o.state_dict(), optimizer=torch.optim.Adafactor), E, "the whole states of an optimizer of Adafactor"),
     "a state of one rank": (asks(lambda o: o.state[o.param_groups[0]["params"][0]]), E, "the whole states of an optimizer of Adam"),
+    "other precisions": (by_rank(precision=("32-true", "bf16-mixed")), R, "rank 1: The Trainer: precision 'bf16-mixed'"),
+    "other clipping": (by_rank(gradient_clip_val=(None, 2)), R, "rank 0: The Trainer: gradient_clip_val None"),
+    "other rates": (follow_a_metric_of_each_rank, R, "rank 1: Group 0 of optimizer 0: lr 0.025"),
+    **{f"edited what was gathered, {number}": (gathers(use), R, r"(A parameter on another rank|'net.blocks.1.linear.weight') was changed(?s:.*)modify=True") for number, use in enumerate((lambda w: w.data.mul_(2.0), nn.init.ones_, lambda w: setattr(w, "data", torch.full_like(w, 3.0))))},
     "the number of one rank": (asks(lambda o: len(o.state)), E, "the whole states of an optimizer of Adam"),
 }  # fmt: skip
 """What two ranks refuse."""

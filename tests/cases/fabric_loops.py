@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -222,13 +223,42 @@ def plain_backward(fabric: Fabric) -> Trace:
     return trace([], model)
 
 
+NORMS = ("inf", -math.inf, 0, -1, 0.5, 1, "2", 3.5)
+
+
+def clipped_by_every_norm(fabric: Fabric) -> Trace:
+    """By norms of every order that torch accepts."""
+    model, optimizer = begun(fabric, sgd)
+    norms = []
+    for step, order in enumerate(NORMS):
+        fabric.backward(output(fabric, model, step))
+        how: Any = {"max_norm": 1e-3, "norm_type": order}
+        norms.append(float(fabric.clip_gradients(model, optimizer, **how)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e-4, order)))  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace(norms, model)
+
+
+def within_gathered(fabric: Fabric) -> Trace:
+    """Steps find what is shown, and leave the new weights shown."""
+    model, optimizer = begun(fabric, sgd)
+    losses: list[Any] = []
+    for step in range(3):
+        with lightning_zero.gathered(model):
+            losses.append(stepped(fabric, optimizer, output(fabric, model, step)))
+            losses.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    return trace(losses, model)
+
+
 def looped(loop: Callable[[Fabric], Trace], play: Player) -> Trace:
     return loop(play.fabric(min_num_params=1, units="auto"))
 
 
 LOOPS: dict[str, tuple[Callable[[Fabric], Trace], dict[str, Any]]] = {
     "clip_by_value": (partial(clipped, clip_val=1e-3), {}),
-    "inf_norm": (partial(clipped, max_norm=1e-3, norm_type=math.inf), {"ulps": 64}),
+    "every_norm": (clipped_by_every_norm, {"ulps": 64}),
+    "within_gathered": (within_gathered, {"stages": (1, 2, 3, 3), "precisions": ("32-true", "bf16-mixed")}),
     "adversaries": (adversaries, {}),
     "frozen_teacher": (frozen_teacher, {}),
     "closures": (closures, {"worlds": (1, 2)}),
@@ -238,6 +268,45 @@ LOOPS: dict[str, tuple[Callable[[Fabric], Trace], dict[str, Any]]] = {
 }  # fmt: skip
 for name, (loop, how) in LOOPS.items():
     case("fabric", name=f"fabric_{name}", loop=partial(looped, loop), **{"ulps": 8, **how})
+
+
+class Branches(nn.Module):
+    """Two units, of which each call uses one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return sum((self.blocks[int(one)](x).sum() for one in which), torch.zeros(()))
+
+
+# Microbatches by the blocks that they use; those with a minus are not sent.
+ORDERS = ("-0 01", "-01 1", "-0 -1 1", "01 01", "01 -0 1", "-01 zero 1", "-0 -0")
+
+
+@case(
+    "fabric", worlds=(4,), stages=(2, 3), settings=({"shard": 2},), transports=("point to point",)
+)
+def copies_come_together_whatever_each_microbatch_uses(play: Player) -> Trace:
+    """DDP leaves what the last microbatch does not use as it is; here the average is plain."""
+    fabric, model, grads = play.fabric(units={nn.Linear}), seeded(Branches), []
+    model = model if play.is_ddp else fabric.setup_module(model)
+    for order in ORDERS:
+        model.zero_grad()
+        for number, word in enumerate(order.split()):
+            if word == "zero":
+                model.zero_grad()
+                continue
+            is_unsent = word[0] == "-" and not play.is_ddp
+            with fabric.no_backward_sync(model) if is_unsent else nullcontext():
+                # Whole numbers, whose sums and averages have no rounding.
+                x = torch.full((2, WIDTH), float(number + play.rank))
+                fabric.backward(model(x, word.strip("-")))
+        average = fabric.all_reduce if play.is_ddp else torch.clone
+        found = [p.grad for p in model.parameters()]
+        grads += [None if grad is None else average(grad).tolist() for grad in found]
+    return Trace({}, notes=grads)
 
 
 def trained_together(optimizer: Any, play: Player) -> Trace:

@@ -7,17 +7,18 @@ import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_zero import full_grad, gathered
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, Control
 from lightning_zero.engine import Engine
 from tests.oracle.models import Block
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, Stack, build, rows, sgd, shard, square
+from tests.oracle.sharded import CPU, Stack, adopted, build, rows, sgd, shard, square
 
 WORLD = 2
 
@@ -30,18 +31,19 @@ class Deep(Stack):
         self.blocks = nn.ModuleList([Block(6) for _ in range(8)])
 
 
+def backward(engine: Engine, seed: int = 0) -> None:
+    square(engine.module, rows(engine.comm.control.rank, seed)).backward()
+
+
 # ------------------------------------------------------------------------------------ memory
 
 
-def whole_units(prefetch: int, **how: Any) -> list[int]:
-    """The most units that were whole besides the root, in each of three steps at stage 3."""
-    engine = shard(build(Deep), prefetch=prefetch, **how)
-    inner = [unit for unit in engine.sharded.units if unit is not engine.sharded.root]
-    peak = [0]
+def peaks(held: Callable[[Engine], int], **how: Any) -> list[int]:
+    """The most of what is held, in each of three steps."""
+    engine, found = shard(build(Deep), **how), [0]
 
     def look(*_: Any) -> None:
-        held = (any(b.weight.nbytes for b in unit.flat_parameters) for unit in inner)
-        peak[-1] = max(peak[-1], sum(held))
+        found[-1] = max(found[-1], held(engine))
 
     for module in engine.module.modules():
         module.register_forward_pre_hook(look)
@@ -49,47 +51,35 @@ def whole_units(prefetch: int, **how: Any) -> list[int]:
     for parameter in engine.module.parameters():
         parameter.register_post_accumulate_grad_hook(look)
     for step in range(3):
-        loss = square(engine.module, rows(engine.comm.control.rank, step))
-        look()
-        loss.backward()
+        backward(engine, step)
         assert engine.sharded.memory()["gathered"] == 0
         assert engine.sharded.memory()["unreduced"] == engine.comm.transport.scratch_bytes
-        peak.append(0)
+        found.append(0)
     engine.close()
-    return peak[:-1]
+    return found[:-1]
 
 
-def test_two_units_at_most_are_whole_besides_the_root(ranks: Pools) -> None:
-    assert ranks(WORLD).run(whole_units, 0) == [[1, 1, 1]] * WORLD
-    assert ranks(WORLD).run(whole_units, 1) == [[1, 2, 2]] * WORLD
-    assert ranks(WORLD).run(whole_units, 1, reshard_after_forward=False) == [[8, 8, 8]] * WORLD
+def whole_units(engine: Engine) -> int:
+    """The units that are whole besides the root."""
+    inner = [unit for unit in engine.sharded.units if unit is not engine.sharded.root]
+    return sum(any(b.weight.nbytes for b in unit.flat_parameters) for unit in inner)
 
 
-def unreduced_units(stage: int) -> list[int]:
-    """The most units with gradients before their reduction, in each of two steps."""
-    engine = shard(build(Deep), stage=stage)
-    peaks = []
-    for step in range(2):
-        peak = 0
-
-        def look(_: Tensor) -> None:
-            nonlocal peak
-            held = [flat.gradients.partial for flat in engine.sharded.flats]
-            peak = max(peak, sum(p.buffer.tensor.nbytes for p in held if p is not None))
-
-        handles = [p.register_post_accumulate_grad_hook(look) for p in engine.module.parameters()]
-        square(engine.module, rows(engine.comm.control.rank, step)).backward()
-        for handle in handles:
-            handle.remove()
-        peaks.append(-(-peak // (engine.sharded.units[1].flat_parameters[0].layout.numel * 4)))
-    engine.close()
-    return peaks
+def unreduced_units(engine: Engine) -> int:
+    """The units whose size gradients have before their reduction."""
+    partial = [flat.gradients.partial for flat in engine.sharded.flats]
+    nbytes = sum(each.buffer.tensor.nbytes for each in partial if each is not None)
+    return -(-nbytes // (engine.sharded.units[1].flat_parameters[0].layout.numel * 4))
 
 
-def test_gradients_are_reduced_while_backward_goes_on(ranks: Pools) -> None:
+def test_two_units_at_most_are_whole_or_unreduced_besides_the_root(ranks: Pools) -> None:
+    assert ranks(WORLD).run(peaks, whole_units, prefetch=0) == [[1, 1, 1]] * WORLD
+    assert ranks(WORLD).run(peaks, whole_units) == [[1, 2, 2]] * WORLD
+    whole = ranks(WORLD).run(peaks, whole_units, reshard_after_forward=False)
+    assert whole == [[8, 8, 8]] * WORLD
     for stage in (1, 3):
         # The root's own gradients are held to the end; of the eight blocks one at a time.
-        assert ranks(WORLD).run(unreduced_units, stage) == [[2, 2]] * WORLD
+        assert ranks(WORLD).run(peaks, unreduced_units, stage=stage) == [[2, 2, 2]] * WORLD
 
 
 def between_steps() -> None:
@@ -104,7 +94,7 @@ def between_steps() -> None:
                 change(parameter)
                 assert 0 < engine.sharded.memory()["gathered"] <= sum(largest[-2:])
                 assert len(engine.sharded.shown._touched) <= 2
-        square(engine.module, rows(0)).backward()
+        backward(engine)
         assert engine.sharded.memory()["gathered"] == 0
     engine.close()
 
@@ -114,20 +104,25 @@ def test_few_units_are_whole_between_steps(ranks: Pools) -> None:
 
 
 def dropped(stage: int) -> None:
-    engine = shard(build(Stack), stage=stage)
-    engine.adopt(optimizer := sgd(engine.module))
+    engine, optimizer = adopted(build(Stack), stage=stage)
     for _ in range(2):
-        square(engine.module, rows(engine.comm.control.rank)).backward()
+        backward(engine)
         optimizer.zero_grad()
         assert not any(p.grad is not None for p in engine.module.parameters())
         assert not any(piece.grad is not None for piece in engine.sharded.pieces)
         assert engine.sharded.memory()["gradients"] == 0
         with gathered(engine.module):
             assert full_grad(engine.module.stem.weight) is None
+    backward(engine)
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    # No piece shows a part of the shard any more, and it is gone; what was put in is counted.
+    expected = sum(piece.numel() * 4 for piece in engine.sharded.pieces)
+    assert engine.sharded.memory()["gradients"] == expected
     engine.close()
 
 
-def test_zero_grad_leaves_nothing(ranks: Pools) -> None:
+def test_gradients_that_are_dropped_leave_nothing(ranks: Pools) -> None:
     for stage in (1, 3):
         ranks(3).run(dropped, stage)  # where some pieces are empty
 
@@ -136,9 +131,9 @@ def tensors_left() -> int:
     """The tensors that every step leaves behind; a window that one needed more is kept."""
     gc.collect()
     gc.freeze()  # what the process has imported
-    engine, counts = shard(build(Stack), stage=3), []
+    engine, counts = shard(build(Stack)), []
     for step in range(6):
-        square(engine.module, rows(engine.comm.control.rank, step)).backward()
+        backward(engine, step)
         gc.collect()
         counts.append(sum(issubclass(type(each), Tensor) for each in gc.get_objects()))
     engine.close()
@@ -152,33 +147,23 @@ def test_steps_leave_nothing_behind(ranks: Pools) -> None:
 # ----------------------------------------------------------------------------------- messages
 
 
-def sync_points_of_autograd_grad(stage: int) -> list[Any]:
-    """Where ranks wait for each other, and what they reduce."""
+def messages_of_autograd_grad(stage: int) -> None:
+    """Ranks wait for each other nowhere, and reduce nothing."""
     engine = shard(build(Stack), stage=stage)
     x = rows(engine.comm.control.rank).requires_grad_()
-    found, control = [], engine.comm.control
-    call = control.call
-
-    def differentiate(loss: Tensor, by: Any) -> None:
-        control.call = lambda point, *args, **more: [
-            found.append(point), call(point, *args, **more)
-        ][1]  # fmt: skip
-        torch.autograd.grad(loss, by, retain_graph=True)
-        control.call = call
-
-    loss = square(engine.module, x)
-    differentiate(loss, x)
-    if engine.comm.control.rank == 0 and stage < 3:  # not a collective any more
-        differentiate(loss, x)
-    differentiate(square(engine.module, x), [x, *engine.module.parameters()])
-    found += [verb for _, verb in engine.comm.transport.ledger.total if verb == "reduce"]
+    loss, other = square(engine.module, x), square(engine.module, x)
+    with mock.patch.object(Control, "call", side_effect=AssertionError("a rank waits")):
+        torch.autograd.grad(loss, x, retain_graph=True)
+        if engine.comm.control.rank == 0 and stage < 3:  # not a collective any more
+            torch.autograd.grad(loss, x, retain_graph=True)
+    torch.autograd.grad(other, [x, *engine.module.parameters()])
+    assert "reduce" not in {verb for _, verb in engine.comm.transport.ledger.total}
     engine.close()
-    return found
 
 
 def test_autograd_grad_sends_no_gradients(ranks: Pools) -> None:
     for stage in (1, 3):
-        assert ranks(WORLD).run(sync_points_of_autograd_grad, stage) == [[]] * WORLD
+        ranks(WORLD).run(messages_of_autograd_grad, stage)
 
 
 # ------------------------------------------------------------------------------- broken steps
@@ -198,40 +183,34 @@ class Breakable(Stack):
     broken = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == 1 and self.broken == "forward":
-                raise ValueError("broken forward")
-            if number == 1 and self.broken == "backward":
-                x = _Raise.apply(x)
-        return self.head(x)
+        x = self.blocks[1](self.blocks[0](self.stem(x)))
+        if self.broken == "forward":
+            raise ValueError("broken forward")
+        x = _Raise.apply(x) if self.broken == "backward" else x
+        return self.head(self.blocks[2](x))
 
 
-def averaged() -> dict[str, Tensor]:
-    """The gradients of a step, by plain torch."""
-    model = build(Breakable)
+def require_average(engine: Engine) -> None:
+    """Compare the gradients with those of one good pass by plain torch."""
+    model = build(type(engine.module))
     for rank in range(WORLD):
         (square(model, rows(rank)) / WORLD).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    found = {name: full_grad(p) for name, p in engine.module.named_parameters()}
+    torch.testing.assert_close(found, expected)
+    assert engine.sharded.memory()["gathered"] == 0
 
 
-def require(engine: Engine, expected: dict[str, Tensor]) -> None:
-    grads = {name: full_grad(p) for name, p in engine.module.named_parameters()}
-    torch.testing.assert_close(grads, expected)
-
-
-def _break(engine: Engine, x: Tensor, where: str, *, in_step: bool) -> None:
+def _break(engine: Engine, where: str, *, in_step: bool) -> None:
     """A step that an exception ends, which the user catches."""
-    model = engine.module
-    model.broken = where
-    order, finish = engine._step.backward._order, engine._step.backward._order.finish
+    model, order = engine.module, engine._step.backward._order
+    model.broken, finish = where, order.finish
     if where == "end":
         order.finish = lambda: 1 / 0
 
     def step() -> None:
         with engine.step() if in_step else contextlib.nullcontext(lambda _: None) as watch:
-            loss = square(model, x)
+            loss = square(model, rows(engine.comm.control.rank))
             watch(loss)
         loss.backward()
 
@@ -242,13 +221,13 @@ def _break(engine: Engine, x: Tensor, where: str, *, in_step: bool) -> None:
         engine.reset()
 
 
-CLEARS: dict[str, Callable[[nn.Module, Any], None]] = {
-    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
-    "wrapper": lambda model, optimizer: type(optimizer).zero_grad(_wrapped(optimizer)),
-    "module": lambda model, optimizer: model.zero_grad(),
-    "none": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
-    "zeros": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-}
+CLEARS: list[Callable[[nn.Module, Any], Any]] = [
+    lambda model, optimizer: optimizer.zero_grad(),
+    lambda model, optimizer: type(optimizer).zero_grad(_wrapped(optimizer)),
+    lambda model, optimizer: model.zero_grad(),
+    lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+    lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+]
 
 
 def _wrapped(optimizer: Any) -> Any:
@@ -259,26 +238,32 @@ def _wrapped(optimizer: Any) -> Any:
 
 
 def break_and_go_on(stage: int) -> None:
-    """A good step, some that break, each behind a pass of its window or not, and a good one."""
-    expected = averaged()
-    engine = shard(build(Breakable), stage=stage)
-    engine.adopt(optimizer := torch.optim.SGD(engine.module.parameters(), 0.0))
-    model, x = engine.module, rows(engine.comm.control.rank)
-    square(model, x).backward()
-    places, windows = itertools.cycle(("forward", "backward", "end")), ("", "", "sent", "unsent")
+    """Steps that break, each behind a pass of its window or not, each before a good one."""
+    engine, optimizer = adopted(build(Breakable), sgd, stage=stage)
+    backward(engine)
+    places, turns = itertools.cycle(("forward", "backward", "end")), itertools.cycle((True, False))
     for window, (clear, in_step) in itertools.product(
-        windows, zip(CLEARS.values(), itertools.cycle((True, False)), strict=False)
+        ("", "", "sent", "unsent"), zip(CLEARS, turns, strict=False)
     ):
-        clear(model, optimizer)
+        clear(engine.module, optimizer)
         with engine.no_sync() if window == "unsent" else contextlib.nullcontext():
             if window:
-                square(model, x).backward()
-            in_step = in_step and not window
-            _break(engine, x, "backward" if window else next(places), in_step=in_step)
-        clear(model, optimizer)
-        square(model, x).backward()
-        require(engine, expected)
-        assert engine.sharded.memory()["gathered"] == 0
+                backward(engine)
+            where = "backward" if window else next(places)
+            _break(engine, where, in_step=in_step and not window)
+        clear(engine.module, optimizer)
+        backward(engine)
+        require_average(engine)
+    # A gradient that is put back after a broken step is added to.
+    kept = engine.module.head.bias.grad
+    _break(engine, "backward", in_step=True)
+    engine.module.zero_grad()
+    engine.module.head.bias.grad = kept
+    backward(engine)
+    bias = engine.module.head.bias.grad.clone()
+    engine.module.zero_grad()
+    backward(engine)
+    torch.testing.assert_close(bias, 2 * engine.module.head.bias.grad.clone())
     engine.close()
 
 
@@ -289,44 +274,22 @@ def test_the_step_after_a_broken_one_is_clean(ranks: Pools, stage: int) -> None:
 
 def backward_again(stage: int) -> None:
     """A backward pass behind one that failed, without a forward in between."""
-    expected = averaged()
     engine = shard(build(Stack), stage=stage)
     y = engine.module(rows(engine.comm.control.rank))
     with pytest.raises(ValueError, match="broken backward"):
         _Raise.apply(y).sum().backward(retain_graph=True)
     y.square().mean().backward(retain_graph=True)
-    require(engine, expected)
+    require_average(engine)
     hook = engine.module.stem.bias.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         y.square().mean().backward(retain_graph=True)
     hook.remove()
     engine.module.zero_grad()
     y.square().mean().backward()
-    require(engine, expected)
+    require_average(engine)
     engine.close()
 
 
 def test_a_backward_pass_behind_one_that_failed(ranks: Pools) -> None:
     for stage in (2, 3):
         ranks(WORLD).run(backward_again, stage)
-
-
-def graph_between_steps() -> None:
-    engine = shard(build(Stack))
-
-    def penalty() -> Tensor:
-        return torch.stack([p.square().sum() for p in engine.module.parameters()]).sum()
-
-    with gathered(engine.module):
-        penalty().backward()
-    for parameter in engine.module.parameters():
-        torch.testing.assert_close(full_grad(parameter), 2 * parameter.detach())
-    loss = penalty()
-    with pytest.raises(RuntimeError, match=r"no longer in memory[.] .* `training_step`"):
-        loss.backward()
-    engine.reset()
-    engine.close()
-
-
-def test_a_graph_of_weights_between_steps_needs_them_gathered(ranks: Pools) -> None:
-    ranks(WORLD).run(graph_between_steps)

@@ -18,9 +18,9 @@ from tests.oracle.projects import Trace
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import (
     CPU,
+    adopted,
     cast_inputs,
     sgd,
-    shard,
     surroundings,
     train,
     whole,
@@ -37,11 +37,11 @@ STEPS = 4
 CASE = MODELS["nested"]
 
 
-def _engine(way: Way) -> Engine:
+def _adopted(way: Way) -> tuple[Engine, Any]:
     stage, precision, num_shards, bits = way
     comm = Communicator(CPU, num_shards=num_shards, reads_peers=False)
-    recipe = RECIPES[precision]
-    return shard(CASE.build(), stage=stage, comm=comm, recipe=recipe, units="leaves", **bits)
+    how = {"stage": stage, "comm": comm, "recipe": RECIPES[precision], "units": "leaves", **bits}
+    return adopted(CASE.build(), sgd, **how)
 
 
 def _seen(engine: Engine) -> dict[str, Tensor]:
@@ -53,79 +53,66 @@ def _seen(engine: Engine) -> dict[str, Tensor]:
 
 def _train(way: Way) -> dict[str, Any]:
     """Losses, what a step sees at the end, the masters, and what the last step sent."""
-    engine, precision = _engine(way), way[1]
+    engine, optimizer = _adopted(way)
     before = torch.random.get_rng_state()
-    optimizer = sgd(engine.module)
-    engine.adopt(optimizer)
     rank, world = engine.comm.control.rank, engine.comm.control.world_size
     losses = []
     for _ in range(STEPS):
-        part = cast_inputs(share(CASE.batch(4 * world, 0), rank, world), precision)
-        with engine.step() as watch, surroundings(precision):
+        part = cast_inputs(share(CASE.batch(4 * world, 0), rank, world), way[1])
+        with engine.step() as watch, surroundings(way[1]):
             watch(loss := CASE.loss(engine.module, part))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     assert torch.equal(torch.random.get_rng_state(), before)
-    traffic = dict(engine.comm.traffic)
-    flats = [
-        (unit.label, f.layout.shard_numel, f.plan.gather_bits)
-        for unit in engine.sharded.units
-        for f in unit.flat_parameters
+    found = {key: sent.bytes for key, sent in engine.comm.traffic.items()}
+    if way[1] == "32-true" and way[3]:
+        assert found == _formula(engine, way)
+    states = [
+        {name: value.tolist() for name, value in look(engine).items()} for look in (_seen, whole)
     ]
-    states = {
-        kind: {name: value.tolist() for name, value in look(engine).items()}
-        for kind, look in (("seen", _seen), ("masters", whole))
-    }
     engine.close()
-    return {"losses": losses, "traffic": traffic, "flats": flats, **states}
+    return {"losses": losses, "states": states}
+
+
+def _formula(engine: Engine, way: Way) -> dict[tuple[str, str], int]:
+    """A byte for each element, and four for each block of 64, in whole blocks."""
+
+    def coded(numel: int, num_bits: int | None) -> int:
+        return 4 * numel if num_bits is None else -(-numel // 64) * (64 + 4)
+
+    size, reduce_bits = way[2] or 4, way[3].get("reduce_bits")
+    expected: dict[tuple[str, str], int] = {}
+    for unit in engine.sharded.units:
+        for flat in unit.flat_parameters:
+            label, numel = unit.label, flat.layout.shard_numel
+            times = engine.comm.traffic[label, "gather"].collectives
+            between = (4 // size - 1) * coded(numel // (4 // size), reduce_bits)
+            expected |= {
+                (label, "gather"): times * (size - 1) * coded(numel, flat.plan.gather_bits),
+                (label, "reduce"): (size - 1) * coded(numel, reduce_bits),
+                (label, "replicate reduce"): between,
+                (label, "replicate gather"): between,
+            }
+    return expected
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_all_ranks_see_the_same_learn_and_send_the_formula(ranks: Pools, way: Way) -> None:
     plain, coded = ranks(4).run(_train, (*way[:3], {}))[0], ranks(4).run(_train, way)
-    first, *others = coded
-    for other in others:
-        # Bit for bit, in all copies.
-        assert (other["seen"], other["masters"]) == (first["seen"], first["masters"])
-    assert first["masters"] != plain["masters"]
+    for other in coded:  # bit for bit, in all copies
+        assert other["states"] == coded[0]["states"] != plain["states"]
     fall = plain["losses"][0] - plain["losses"][-1]
     assert fall > 0
-    assert abs(first["losses"][-1] - plain["losses"][-1]) < 0.2 * fall
+    assert abs(coded[0]["losses"][-1] - plain["losses"][-1]) < 0.2 * fall
     if way == WAYS[1]:  # rounding by chance is the same in every run
-        assert ranks(4).run(_train, way)[0]["masters"] == first["masters"]
-    for found in coded if way[1] == "32-true" else ():
-        actual = {key: sent.bytes for key, sent in found["traffic"].items()}
-        assert actual == _formula(way, found)
-
-
-def _formula(way: Way, found: dict[str, Any]) -> dict[tuple[str, str], int]:
-    """A byte for each element, and four for each block of 64, in whole blocks."""
-    _, _, num_shards, bits = way
-
-    def coded(numel: int, num_bits: int | None) -> int:
-        return 4 * numel if num_bits is None else -(-numel // 64) * (64 + 4)
-
-    size = num_shards or 4
-    expected: dict[tuple[str, str], int] = {}
-    for label, numel, gather_bits in found["flats"]:
-        times = found["traffic"][label, "gather"].collectives
-        part, reduce_bits = numel // (4 // size), bits["reduce_bits"]
-        between = (4 // size - 1) * coded(part, reduce_bits)
-        expected |= {
-            (label, "gather"): times * (size - 1) * coded(numel, gather_bits),
-            (label, "reduce"): (size - 1) * coded(numel, reduce_bits),
-            (label, "replicate reduce"): between,
-            (label, "replicate gather"): between,
-        }
-    return expected
+        assert ranks(4).run(_train, way)[0]["states"] == coded[0]["states"]
 
 
 def _edited() -> dict[str, Tensor]:
     """Return what steps see after edits of one element of each parameter, in three ways."""
-    engine = _engine((3, "32-true", None, CODED))
-    engine.adopt(sgd(engine.module))
+    engine, _ = _adopted((3, "32-true", None, CODED))
     parameters = list(engine.module.parameters())
 
     def edit(value: float) -> None:
@@ -145,18 +132,16 @@ def _edited() -> dict[str, Tensor]:
         with engine.step(awaits_backward=False):
             engine.sharded.touch(parameters)
             for _ in range(2):  # the scale of a block would be another one the second time
-                edit(value)
-                engine.sharded.keep_edits()
+                between_steps(value)
 
     ways: list[Callable[[float], None]] = [between_steps, in_gathered, in_a_step]
     for value, way in zip((3.5, 4.75, 6.25), ways, strict=True):
-        before = whole(engine)
+        expected = whole(engine)
         way(value)
-        after = whole(engine)
-        for name, master in before.items():
+        for master in expected.values():
             master.view(-1)[0] = value
-            # No other element has lost a digit.
-            torch.testing.assert_close(after[name], master, rtol=0, atol=0)
+        # No other element has lost a digit.
+        torch.testing.assert_close(whole(engine), expected, rtol=0, atol=0)
     seen = _seen(engine)
     engine.close()
     return seen

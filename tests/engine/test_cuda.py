@@ -85,26 +85,16 @@ def _train_all(kind: str, folder: str) -> None:
                 _require_like(found, expected, kind, precision)
 
 
-@ON_DEVICES
-@pytest.mark.parametrize("world", [1, 2])
-def test_ranks_are_ddp(ranks: Pools, kind: str, tmp_path: Path, world: int) -> None:
-    ranks(world).run(_train_all, kind, str(tmp_path))
-
-
 def _train_copies(kind: str, folder: str) -> None:
+    """Two copies of two shards."""
     with joined(kind, folder) as device:
         comms = (Communicator(device, direct=False, num_shards=number) for number in (None, 2))
         whole, copies = (train("nested", sgd, comm=comm) for comm in comms)
         _require_like(copies, whole, kind, "32-true", ulps=256)
 
 
-@ON_DEVICES
-def test_copies_train_as_one(ranks: Pools, kind: str, tmp_path: Path) -> None:
-    """Two copies of two shards."""
-    ranks(4).run(_train_copies, kind, str(tmp_path))
-
-
 def _train_offloaded(kind: str, folder: str) -> None:
+    """To the host, to files, and of activations alone."""
     with joined(kind, folder) as device:
         how = {"precision": "bf16-mixed", "accumulate": 2, "clip_norm": 0.1}
         expected = train("nested", sgd, comm=Communicator(device, direct=False), **how)
@@ -118,10 +108,13 @@ def _train_offloaded(kind: str, folder: str) -> None:
             _require_like(found, expected, kind, "bf16-mixed", ulps=0)
 
 
+WAYS = [(1, _train_all), (2, _train_all), (4, _train_copies), (2, _train_offloaded)]
+
+
 @ON_DEVICES
-def test_offload_is_without(ranks: Pools, kind: str, tmp_path: Path) -> None:
-    """To the host, to files, and of activations alone."""
-    ranks(2).run(_train_offloaded, kind, str(tmp_path))
+@pytest.mark.parametrize(("world", "way"), WAYS)
+def test_numbers(ranks: Pools, kind: str, tmp_path: Path, world: int, way: Any) -> None:
+    ranks(world).run(way, kind, str(tmp_path))
 
 
 # ---------------------------------------------------------------------------- steps

@@ -12,6 +12,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -39,8 +40,21 @@ class Block(nn.Module):
         return x + self.out(self.into(self.norm(x)).relu())  # type: ignore[no-any-return]
 
 
-def stack() -> nn.Module:
-    return nn.Sequential(*[Block() for _ in range(NUM_BLOCKS)], nn.Linear(WIDTH, WIDTH))
+class Residual(Block):
+    """Saves views, one tensor twice, its own input, and what dropout drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.into(x).chunk(2, dim=-1)
+        mixed = nn.functional.dropout(torch.sigmoid(gate) * value, 0.5)
+        return x + self.norm(self.out(mixed) * mixed.tanh())
+
+
+def stack(kind: type[Block] = Block) -> nn.Module:
+    return nn.Sequential(*[kind() for _ in range(NUM_BLOCKS)], nn.Linear(WIDTH, WIDTH))
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
@@ -58,9 +72,20 @@ class Way(NamedTuple):
     precision: str = "32-true"
     num_microbatches: int = 1
     clips: bool = False
-    offloads_activations: bool = False
     world: int = 2
     rows: int = ROWS
+    kind: type[Block] = Block
+    sent: float = 0.8
+    """The least share of what is sent that travels beside computation."""
+
+    @property
+    def offloads_activations(self) -> bool:
+        return "activation_offload" in self.settings
+
+    def without(self, *names: str) -> Way:
+        """Return the way without some settings."""
+        left = {key: value for key, value in self.settings.items() if key not in names}
+        return self._replace(settings=left)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,20 +101,26 @@ def offloaded(stage: int, medium: str) -> dict[str, Any]:
 
 
 MIXED = "bf16-mixed"
+ACTIVATIONS = {"activation_offload": True}
 CODED = {"gather_bits": 8, "reduce_bits": 8}
 WAYS = {
-    "zero1 mixed": Way({"stage": 1}, MIXED),
-    "zero3": Way({"stage": 3}),
+    "zero1 mixed": Way({"stage": 1}, MIXED, sent=0.9),
+    "zero2": Way({"stage": 2}, sent=0.65),
+    "zero3": Way({"stage": 3}, sent=0.9),
+    "zero3 without prefetch": Way({"stage": 3, "prefetch": 0}, sent=0.2),
     "zero3 accumulating": Way({"stage": 3}, MIXED, num_microbatches=2, clips=True),
     "zero3 locally": Way({"stage": 3, "accumulate": "local"}, num_microbatches=2),
     "hybrid": Way({"stage": 3, "shard": 2}, world=4),
     "quantized": Way({"stage": 3, **CODED}),
-    "activations": Way({"stage": 3}, MIXED, offloads_activations=True),
+    "activations": Way({"stage": 3, **ACTIVATIONS}, MIXED, kind=Residual),
+    "activations recomputed": Way(
+        {"stage": 3, **ACTIVATIONS, "activation_checkpointing": True}, kind=Residual
+    ),
     "zero2_offload": Way(offloaded(2, "cpu"), MIXED),
-    "zero3_offload": Way(offloaded(3, "cpu")),
+    "zero3_offload": Way(offloaded(3, "cpu"), sent=0.7),
     "zero3_offload mixed": Way(offloaded(3, "cpu"), MIXED),
-    "zero3_offload activations": Way(offloaded(3, "cpu"), MIXED, 2, offloads_activations=True),
-    "zero3_nvme": Way(offloaded(3, "nvme")),
+    "zero3_offload activations": Way({**offloaded(3, "cpu"), **ACTIVATIONS}, MIXED, 2),
+    "zero3_nvme": Way(offloaded(3, "nvme"), sent=0.7),
     "zero3_nvme mixed": Way(offloaded(3, "nvme"), MIXED, 2, clips=True),
     # Where not activations decide, but what is gathered, reduced and sent.
     "zero1 one row": Way({"stage": 1}, "16-mixed", 2, rows=1),
@@ -129,15 +160,14 @@ def steps(way: Way, folder: str, device: Device | None = None) -> tuple[Any, lis
     """Return what the device saw of the third step, and the weights after it."""
     torch.manual_seed(0)
     settings = Settings(
-        units=[Block], recipe=RECIPES[way.precision], offload_path=folder, **way.settings
+        units=[way.kind], recipe=RECIPES[way.precision], offload_path=folder, **way.settings
     )
     comm = Communicator(CPU, direct=False, **settings.division(way.world))
-    model, batch = stack().to(way.dtype), torch.ones(way.rows, WIDTH, dtype=way.dtype)
-    engine = Engine(model, settings, comm)
+    model, batch = stack(way.kind).to(way.dtype), torch.ones(way.rows, WIDTH, dtype=way.dtype)
+    with mock.patch.object(ActivationOffload, "require"):
+        engine = Engine(model, settings, comm)
     optimizer = adamw(model.parameters())
     engine.adopt(optimizer)
-    units = engine.sharded.units if way.offloads_activations else []
-    offload = ActivationOffload(units, comm.host_copies)
     for _ in range(3):
         gc.collect()
         if device is not None:
@@ -155,7 +185,10 @@ def steps(way: Way, folder: str, device: Device | None = None) -> tuple[Any, lis
             clip.clip_by_norm(engine.sharded.pieces, comm, 0.1)
         optimizer.step()
     seen = device and Seen.of(device)
-    offload.remove()
+    if seen:  # new weights are sent until the next forward needs them
+        with engine.step(awaits_backward=False), autocast(way.precision), torch.no_grad():
+            loss_of(model, batch)
+        seen.overlapped["sent"] = device.overlapped("collective")
     engine.close()
     return seen, [parameter.detach() for parameter in model.parameters()]
 
@@ -165,17 +198,19 @@ def seen_on(name: str, folder: str) -> Seen:
     with beside_the_host() as device:
         seen, weights = steps(way, folder, device)
     if way.offload is not None or way.offloads_activations:
-        settings = {key: value for key, value in way.settings.items() if key != "offload"}
-        without = way._replace(settings=settings, offloads_activations=False)
-        assert all(map(torch.equal, weights, steps(without, folder)[1]))
+        plain = way.without("offload", "activation_offload", "activation_checkpointing")
+        assert all(map(torch.equal, weights, steps(plain, folder)[1]))
     return seen
 
 
 def predicted(way: Way) -> int:
+    """The peak, by an estimate, which knows nothing of activations elsewhere."""
+    if way.offloads_activations:
+        way = way.without("activation_offload", "activation_checkpointing")
     with beside_the_host(followed=False):
         found = estimate(
-            stack,
-            Settings(units=[Block], **way.settings),
+            functools.partial(stack, way.kind),
+            Settings(units=[way.kind], **way.settings),
             world_size=way.world,
             precision=way.precision,
             batch=torch.ones(way.rows, WIDTH),
@@ -209,11 +244,15 @@ def test_path(seen_of: SeenOf, name: str) -> None:
         # Codes, sums over copies and what goes to the host are seen where activations are small.
         if way.offloads_activations:
             assert seen.peak < foretold
+            assert way.offload is not None or seen.crossed["up"] == seen.crossed["down"] > 0
+            # Only the inputs of the blocks are kept.
+            is_least = seen.crossed["up"] == NUM_BLOCKS * ROWS * WIDTH * 4
+            assert is_least == ("activation_checkpointing" in way.settings)
         else:
             assert seen.peak == pytest.approx(foretold, rel=0.02 if way.rows == ROWS else 0.2)
         if way.rows < ROWS:
             continue
-        assert seen.overlapped["sent"] > 0.2
+        assert (seen.overlapped["sent"] > way.sent) == (way.settings.get("prefetch") != 0)
         # What goes up once a step from memory does so behind it, where this one is over.
         if way.offload is not None and (way.settings["stage"] == 3 or "nvme" in name):
             assert seen.overlapped["up"] > 0.3

@@ -5,7 +5,8 @@ The device is that of `tests/oracle/device.py`; `test_device_paths.py` has whole
 
 from __future__ import annotations
 
-from functools import partial
+import gc
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,63 +17,36 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.comm import sum_of
-from lightning_zero.engine import Engine
+from lightning_zero.engine import ActivationOffload, Engine
 from lightning_zero.optimizer import clip
 from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import HostCopies
 from tests.oracle.device import beside_the_host
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import adopted
+from tests.oracle.sharded import adopted, sgd
 
 STEPS, MICRO = 3, 2
 CASE = MODELS["transformer"]
 
 
-def momentum(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+def linears(*, is_frozen: bool = False, **settings: Any) -> tuple[Any, Engine, Optimizer]:
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    module[0].requires_grad_(not is_frozen)
+    engine = Engine(module, Settings(units=(nn.Linear,), **settings))
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, 0.05, momentum=0.9, fused=True)
+    engine.adopt(optimizer)
+    return module, engine, optimizer
 
 
-def unfrozen(folder: str) -> None:
-    """Check that what was frozen at setup rests on the device, also when it is trained."""
-
-    def run(**settings: Any) -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-        module[0].requires_grad_(False)
-        engine = Engine(module, Settings(2, units=(nn.Linear,), **settings))
-        trained = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trained, 0.05, momentum=0.9, fused=True)
-        engine.adopt(optimizer)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            module(torch.full((2, 8), 0.1 * (step + 1))).square().sum().backward()
-            pieces = engine.sharded.pieces
-            clip.clip_by_norm(pieces, engine.comm, 0.1)
-            clip.clip_by_value(pieces, 0.01)
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
-            optimizer.step()
-            if step == 0:
-                module[0].requires_grad_(True)
-                optimizer.add_param_group({"params": list(module[0].parameters())})
-        held = engine.sharded.memory()
-        thawed = [
-            piece for flat in engine.sharded.units[0].flat_parameters for piece in flat.pieces
-        ]
-        if settings:
-            assert held["states"] == sum(piece.detach().nbytes for piece in thawed)
-        engine.close()
-        return dict(module.state_dict())
-
-    expected = run()
-    for medium in ("cpu", "nvme"):
-        with beside_the_host():
-            actual = run(offload=Offload(medium), offload_path=folder)
-        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+def backward(module: nn.Module, number: float) -> None:
+    module(torch.full((2, 8), 0.1 * number)).square().sum().backward()
 
 
-def test_what_is_unfrozen_later_stays(ranks: Pools, tmp_path: Any) -> None:
-    ranks(2).run(unfrozen, str(tmp_path))
+def require_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: Any) -> None:
+    assert [name for name, x in actual.items() if not torch.equal(x, expected[name])] == [], what
 
 
 # ---------------------------------------------------------------------------- what crosses
@@ -81,10 +55,8 @@ def test_what_is_unfrozen_later_stays(ranks: Pools, tmp_path: Any) -> None:
 def crossed(stage: int, medium: str, folder: str) -> None:
     """What copies move in a step: a shard for each gather and each reduction."""
     with beside_the_host() as memories:
-        offload = Offload.of_stage(stage, medium)
-        engine, optimizer = adopted(
-            CASE.build(), momentum, stage=stage, offload=offload, offload_path=folder
-        )
+        how = {"offload": Offload.of_stage(stage, medium), "offload_path": folder}
+        engine, optimizer = adopted(CASE.build(), sgd, stage=stage, **how)
         for step in range(STEPS):
             memories.crossed.clear()
             for _ in range(MICRO):
@@ -111,7 +83,66 @@ def test_what_crosses_is_the_formulas(ranks: Pools, tmp_path: Any) -> None:
         ranks(2).run(crossed, stage, medium, str(tmp_path))
 
 
-# ---------------------------------------------------------------------------- late, and abandoned
+# ---------------------------------------------------------------------------- as without offload
+
+
+def unfrozen(**settings: Any) -> dict[str, Tensor]:
+    """Train what was frozen at set-up, and rests on the device then too."""
+    module, engine, optimizer = linears(is_frozen=True, stage=2, **settings)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(module, step + 1)
+        clip.clip_by_norm(engine.sharded.pieces, engine.comm, 0.1)
+        clip.clip_by_value(engine.sharded.pieces, 0.01)
+        nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+        optimizer.step()
+        if step == 0:
+            module[0].requires_grad_(True)
+            optimizer.add_param_group({"params": list(module[0].parameters())})
+    thawed = [p for flat in engine.sharded.units[0].flat_parameters for p in flat.pieces]
+    nbytes = sum(piece.detach().nbytes for piece in thawed)
+    assert not settings or engine.sharded.memory()["states"] == nbytes
+    engine.close()
+    return dict(module.state_dict())
+
+
+def edited(**settings: Any) -> dict[str, Tensor]:
+    """Change gradients that are on their way, and weights between steps."""
+    module, engine, optimizer = linears(**settings)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(MICRO):
+            backward(module, step + part + 1)
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        for parameter in module.parameters():
+            parameter.grad.mul_(torch.tensor(0.5))
+        with torch.no_grad():
+            module[0].weight.mul_(0.9)
+        optimizer.step()
+        with lightning_zero.gathered(module, modify=True):
+            nn.init.constant_(module[1].bias, 0.1 * step)
+    engine.close()
+    return dict(module.state_dict())
+
+
+def interrupt(_: Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+def abandoned(*, is_interrupted: bool = True, **settings: Any) -> dict[str, Tensor]:
+    """Step behind a pass that was interrupted while gradients went to where others rest."""
+    module, engine, optimizer = linears(**settings)
+    backward(module, 1)
+    if is_interrupted:
+        handle = module[0].weight.register_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            backward(module, 2)
+        handle.remove()
+    optimizer.zero_grad(set_to_none=False)
+    backward(module, 3)
+    optimizer.step()
+    engine.close()
+    return dict(module.state_dict())
 
 
 class Late:
@@ -125,91 +156,30 @@ class Late:
         self._out.copy_(self._source)
 
 
-def linears(**settings: Any) -> tuple[nn.Sequential, Engine, Optimizer]:
-    torch.manual_seed(0)
-    module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
-    engine = Engine(module, Settings(units=(nn.Linear,), **settings))
-    optimizer = momentum(module)
-    engine.adopt(optimizer)
-    return module, engine, optimizer
+def slow(copies: Any, out: Tensor, source: Tensor, finish: Any = None, **_: Any) -> Late:
+    if finish is not None:
+        finish()
+    return Late(out, source)
 
 
-def edited(**settings: Any) -> dict[str, Tensor]:
-    module, engine, optimizer = linears(**settings)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(MICRO):
-            module(torch.full((2, 8), 0.1 * (step + part + 1))).sum().backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for parameter in module.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(torch.tensor(0.5))
-        with torch.no_grad():
-            module[0].weight.mul_(0.9)  # type: ignore[operator]
-        optimizer.step()
-        with lightning_zero.gathered(module, modify=True):
-            nn.init.constant_(module[1].bias, 0.1 * step)  # type: ignore[arg-type]
-    engine.close()
-    return dict(module.state_dict())
-
-
-def compare_edited() -> None:
-    expected = edited()
-
-    def slow(copies: Any, out: Tensor, source: Tensor, finish: Any = None, **_: Any) -> Late:
-        if finish is not None:
-            finish()
-        return Late(out, source)
-
+def compare(folder: str) -> None:
+    for medium in ("cpu", "nvme"):
+        with beside_the_host():
+            found = unfrozen(offload=Offload(medium), offload_path=folder)
+        require_equal(found, unfrozen(), medium)
     # Nothing is followed: on a CPU an edit's copy to the host is none.
     with beside_the_host(followed=False), mock.patch.object(HostCopies, "down", slow):
         for offload in (Offload("cpu", "cpu"), Offload("cpu")):
-            actual = edited(offload=offload)
-            assert all(torch.equal(value, expected[name]) for name, value in actual.items())
-
-
-def test_gradients_are_waited_for_and_edits_go_up_and_down(ranks: Pools) -> None:
-    ranks(2).run(compare_edited)
-
-
-def interrupt(_: Tensor) -> None:
-    raise KeyboardInterrupt
-
-
-def stepped_behind(*, is_interrupted: bool, **settings: Any) -> dict[str, Tensor]:
-    """Step behind a pass that was interrupted while gradients went to where others rest."""
-    module, engine, optimizer = linears(**settings)
-
-    def backward(part: int) -> None:
-        module(torch.full((2, 8), 0.1 * part)).sum().backward()
-
-    backward(1)
-    if is_interrupted:
-        handle = module[0].weight.register_hook(interrupt)  # type: ignore[union-attr]
-        with pytest.raises(KeyboardInterrupt):
-            backward(2)
-        handle.remove()
-    optimizer.zero_grad(set_to_none=False)
-    backward(3)
-    optimizer.step()
-    engine.close()
-    return dict(module.state_dict())
-
-
-def compare_abandoned() -> None:
+            require_equal(edited(offload=offload), edited(), offload)
     for stage, offload in ((2, Offload("cpu")), (3, Offload("cpu", "cpu")), (3, Offload("cpu"))):
-        expected = stepped_behind(is_interrupted=False, stage=stage)
-        run = partial(stepped_behind, is_interrupted=True, stage=stage)
-        found = {"the device": run()}
+        expected = abandoned(is_interrupted=False, stage=stage)
+        require_equal(abandoned(stage=stage), expected, f"stage {stage}")
         with beside_the_host():
-            found["its host"] = run(offload=offload)
-        for where, weights in found.items():
-            wrong = [name for name, one in weights.items() if not torch.equal(one, expected[name])]
-            assert not wrong, f"stage {stage}, where gradients rest on {where}: {wrong}"
+            require_equal(abandoned(stage=stage, offload=offload), expected, (stage, offload))
 
 
-def test_nothing_of_a_pass_that_was_abandoned_is_added_later(ranks: Pools) -> None:
-    ranks(2).run(compare_abandoned)
+def test_numbers_are_those_without_offload(ranks: Pools, tmp_path: Any) -> None:
+    ranks(2).run(compare, str(tmp_path))
 
 
 # ---------------------------------------------------------------------------- masters under way
@@ -220,14 +190,20 @@ def write_what_goes_up() -> None:
     for stage in (2, 3):
         with beside_the_host():
             module, engine, optimizer = linears(stage=stage, offload=Offload.of_stage(stage, "cpu"))
-            module(torch.ones(2, 8)).sum().backward()
+            backward(module, 1)
 
             def load(module: nn.Module = module, engine: Engine = engine) -> None:
                 with engine.sharded.writing():
                     for parameter in module.parameters():
                         parameter.copy_(torch.zeros(parameter.shape))
 
-            for change in (optimizer.step, optimizer.step, load, optimizer.step):
+            changes: list[Callable[[], Any]] = [
+                optimizer.step,
+                optimizer.step,
+                load,
+                optimizer.step,
+            ]
+            for change in changes:
                 with torch.no_grad():
                     module(torch.ones(2, 8))
                     change()
@@ -237,3 +213,26 @@ def write_what_goes_up() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_goes_up_is_not_written_to_meanwhile(ranks: Pools, world: int) -> None:
     ranks(world).run(write_what_goes_up)
+
+
+# ---------------------------------------------------------------------------- activations
+
+
+class Squared(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = super().forward(x).exp()
+        return hidden * hidden
+
+
+def test_what_is_fetched_and_dropped_is_written_before_it_is_freed() -> None:
+    with beside_the_host():
+        blocks = nn.Sequential(*[Squared(16, 16) for _ in range(3)])
+        engine = Engine(blocks, Settings(units=[Squared]))
+        offload = ActivationOffload(engine.sharded.units, engine.comm.host_copies, 1)
+        middle = blocks[:2](torch.randn(64, 16, requires_grad=True))
+        # Backward of the second block fetches the first one's, which is dropped with the graph.
+        torch.autograd.grad(middle.sum(), blocks[1].weight)
+        del middle
+        gc.collect()
+        offload.remove()
+        engine.close()

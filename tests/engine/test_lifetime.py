@@ -6,6 +6,7 @@ Collection is asked for by `gc.collect()`, never waited for.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import weakref
 from pathlib import Path
@@ -119,10 +120,9 @@ def test_a_fit_leaves_nothing_when_module_and_trainer_are_dropped(ranks: Pools) 
 # ----------------------------------------------------------------------------- the plain loop
 
 
-def _closed(
-    module: nn.Module, stage: int, *, restore: bool = True, precision: str = "32-true"
-) -> Watched:
-    """Train for two steps and close; what the engine made."""
+def _closed(stage: int, *, restore: bool = True, precision: str = "32-true") -> tuple[Any, Watched]:
+    """Train a module for two steps and close; return it, and what the engine made."""
+    module = Regression()
     settings = Settings(stage=stage, units={Block}, recipe=RECIPES[precision])
     engine = Engine(module, settings)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -137,27 +137,24 @@ def _closed(
         optimizer.step()
     watched = _parts_of(engine)
     engine.close(restore=restore)
-    return watched | _parts_of(engine)
+    return module, watched | _parts_of(engine)
 
 
 def _dropped(stage: int) -> Watched:
-    module = Regression()
-    watched = _closed(module, stage)
+    module, watched = _closed(stage)
     return watched | _watch({"module": module, **dict(module.named_parameters())})
 
 
 def _close_all() -> None:
-    watched, held = {}, []
-    for stage in (1, 3):
-        watched[f"stage {stage}, dropped"] = _dropped(stage)
-        for precision in ("32-true", "bf16-mixed"):
-            for restore in (True, False):
-                held.append(Regression())
-                parts = _closed(held[-1], stage, restore=restore, precision=precision)
-                if not restore and stage < 3:
-                    # The parameters go on living in the buffers of whole weights.
-                    parts = {n: p for n, p in parts.items() if not n.startswith("weights of")}
-                watched[f"stage {stage}, held, {precision}, {restore}"] = parts
+    watched, held = {f"stage {stage}, dropped": _dropped(stage) for stage in (1, 3)}, []
+    ways = itertools.product((1, 3), ("32-true", "bf16-mixed"), (True, False))
+    for stage, precision, restore in ways:
+        module, parts = _closed(stage, restore=restore, precision=precision)
+        held.append(module)
+        if not restore and stage < 3:
+            # The parameters go on living in the buffers of whole weights.
+            parts = {n: p for n, p in parts.items() if not n.startswith("weights of")}
+        watched[f"stage {stage}, held, {precision}, {restore}"] = parts
     _require_gone(watched)
 
 
@@ -169,8 +166,9 @@ def test_a_closed_engine_goes_though_its_module_stays(ranks: Pools) -> None:
 
 
 USES = (
+    torch.sum,
     lambda weight: setattr(weight, "data", torch.ones(WIDTH, WIDTH)),
-    lambda weight: nn.init.ones_(weight),
+    nn.init.ones_,
     lambda weight: weight.detach().copy_(torch.ones(WIDTH, WIDTH)),
 )
 
@@ -181,19 +179,17 @@ def _require_said(use: Any, *args: Any, words: str) -> None:
 
 
 def _use_what_was_left_sharded() -> None:
-    module = Regression()
-    _closed(module, 2, restore=False)  # replicated weights are ordinary
+    module, _ = _closed(2, restore=False)  # replicated weights are ordinary
     assert all(type(parameter) is Parameter for parameter in module.parameters())
     assert module.double().head.weight.isfinite().all()
-    module = Regression()
-    _require_gone({"": _closed(module, 3, restore=False)})
+    module, watched = _closed(3, restore=False)
+    _require_gone({"": watched})
     weight = module.net.blocks[0].linear.weight
     assert (weight.shape, weight.dtype) == ((WIDTH, WIDTH), torch.float32)
     assert "at rest" in repr(weight)
     words = "was left sharded when training ended.*restore_weights=True"
-    _require_said(weight.sum, words=f"'net.blocks.0.linear.weight' .*{words}")
     for use in USES:
-        _require_said(use, weight, words=words)
+        _require_said(use, weight, words=f"'net.blocks.0.linear.weight' .*{words}")
     values = {name: torch.ones(p.shape) for name, p in module.named_parameters()}
     _require_said(module.load_state_dict, values, words=words)
     _require_said(Engine, module, Settings(stage=3), words=words)
@@ -238,18 +234,15 @@ def test_a_backward_after_the_training_is_refused(ranks: Pools) -> None:
 # -- what lasts ------------------------------------------------------------------------------------
 
 
-def held() -> dict[str, int]:
-    """Return what this process has of the system: resident KiB, threads and open files."""
+def held() -> tuple[int, int, int]:
+    """Return what this process has of the system: threads, open files, and resident KiB."""
     gc.collect()
     status = Path("/proc/self/status").read_text()
-    return {
-        "KiB": int(status.partition("VmRSS:")[2].split()[0]),
-        "threads": len(os.listdir("/proc/self/task")),
-        "files": len(os.listdir("/proc/self/fd")),
-    }
+    kib = int(status.partition("VmRSS:")[2].split()[0])
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), kib
 
 
-def steps_that_last(way: str) -> list[dict[str, int]]:
+def steps_that_last(way: str) -> list[tuple[int, int, int]]:
     """Return what is held after 500 and after 2,000 steps."""
     engine, optimizer = adopted(Blocks(3), adamw, comm=Communicator(CPU, **WAYS[way]))
     x, measured = torch.randn(2, 6), []
@@ -267,6 +260,6 @@ def steps_that_last(way: str) -> list[dict[str, int]]:
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_grows_in_long_runs(ranks: Pools, way: str) -> None:
     for early, late in ranks(2).run(steps_that_last, way, timeout=500):
-        assert late["threads"] <= early["threads"], (early, late)
-        assert late["files"] <= early["files"], (early, late)
-        assert late["KiB"] <= early["KiB"] + 1024, (early, late)
+        assert late[0] <= early[0], (early, late)
+        assert late[1] <= early[1], (early, late)
+        assert late[2] <= early[2] + 1024, (early, late)

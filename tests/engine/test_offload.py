@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import resource
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import module_state, optimizer_state
+from lightning_zero.comm import StepTimes
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import kept_states, staging, stepper_of
-from lightning_zero.plan import RECIPES, Offload, Settings
-from lightning_zero.tensors import NUM_BUFFERS, Scratch, StagedFile, StagingMemory
+from lightning_zero.plan import Offload
+from lightning_zero.tensors import NUM_BUFFERS, Scratch
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import adamw, adopted, is_in_file, shard
@@ -37,28 +39,6 @@ def momentum(model: nn.Module) -> Optimizer:
 
 def offload(stage: int, folder: str) -> dict[str, Any]:
     return {"offload": Offload.of_stage(stage, "nvme"), "offload_path": folder}
-
-
-# ---------------------------------------------------------------------------- what is where
-
-
-def one_of_the_two(folder: str) -> None:
-    for chosen in (Offload("nvme"), Offload(weights="nvme")):
-        engine, optimizer = adopted(CASE.build(), adamw, offload=chosen, offload_path=folder)
-        step(engine, optimizer)
-        for tensor in states(optimizer):
-            assert not tensor.numel() or is_in_file(tensor, folder) == bool(chosen.optimizer)
-        for flat in engine.sharded.flats:
-            assert is_in_file(flat.master, folder) == bool(chosen.weights)
-        memory = engine.sharded.memory()
-        rows = ("disk states", "weights") if chosen.optimizer else ("states", "disk weights")
-        counted = {r for r, count in memory.items() if count and r.endswith(("states", "weights"))}
-        assert counted == set(rows)
-        engine.close()
-
-
-def test_states_alone_and_weights_alone(ranks: Pools, tmp_path: Path) -> None:
-    ranks(2).run(one_of_the_two, str(tmp_path))
 
 
 def states(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -78,9 +58,6 @@ def stepped_once(folder: Path) -> tuple[nn.Module, Engine, Optimizer]:
     engine, optimizer = adopted(model, adamw, **offload(3, str(folder)))
     step(engine, optimizer)
     return model, engine, optimizer
-
-
-# ---------------------------------------------------------------------------- one step
 
 
 def test_a_step_that_lacks_memory_may_be_taken_again(tmp_path: Path) -> None:
@@ -107,38 +84,20 @@ def requests(*, are_direct: bool) -> Iterator[None]:
         yield
 
 
-def test_a_file_shows_what_is_requested(tmp_path: Path) -> None:
-    for are_direct in (True, False):
-        with requests(are_direct=are_direct):
-            file, memory = StagedFile(Scratch(str(tmp_path)), 5000), StagingMemory(5000)
-            assert not file.mapped.any()
-            assert file.mapped.numel() == 8192
-            memory.tensor.fill_(7)
-            file.write(4096, memory.part(0, 4096))
-            assert file.mapped.nonzero().flatten().tolist() == list(range(4096, 8192))
-            file.mapped[:10] = 1
-            file.read(0, memory.part(0, 4096))
-            assert memory.tensor[:4096].nonzero().numel() == 10
-            assert not (file.is_direct and not are_direct)
-
-
 def change(engine: Engine, optimizer: Optimizer) -> None:
     """Change states in place, by others, by other memory, and by those of another batch."""
     last: dict[int, dict[str, Any]] = {}
-    held = [
-        piece for piece in engine.sharded.pieces if piece.range.numel and piece in optimizer.state
-    ]
+    held = [p for p in engine.sharded.pieces if p.range.numel and p in optimizer.state]
     for number, piece in enumerate(held):
-        state = optimizer.state[piece]
+        state, name = optimizer.state[piece], "momentum_buffer"
         if number % 4 == 0:
-            state["momentum_buffer"].mul_(0.5)
+            state[name].mul_(0.5)
         elif number % 4 == 1:
-            state["momentum_buffer"] = state["momentum_buffer"] * 0.25
+            state[name] = state[name] * 0.25
         elif number % 4 == 2:
-            state["momentum_buffer"].data = state["momentum_buffer"] * 0.75
+            state[name].data = state[name] * 0.75
         elif (other := last.pop(piece.range.numel, None)) is not None:
-            ours, theirs = state["momentum_buffer"], other["momentum_buffer"]
-            state["momentum_buffer"], other["momentum_buffer"] = theirs, ours
+            state[name], other[name] = other[name], state[name]
         else:
             last[piece.range.numel] = state
 
@@ -185,6 +144,39 @@ def test_a_failing_disk_is_named_and_tears_the_step(tmp_path: Path) -> None:
                 use()
         assert all(is_in_file(one, str(tmp_path)) for one in states(optimizer))
         engine.close()
+
+
+def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of two threads go on at once: their time is counted once, and fits into the step."""
+    pause, read, requests = 0.005, os.preadv, []
+
+    def slow(*args: Any) -> int:
+        requests.append(args)
+        time.sleep(pause)
+        return read(*args)
+
+    monkeypatch.setattr(staging, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(os, "preadv", slow)
+    engine, optimizer = adopted(CASE.build(), adamw, **offload(3, str(tmp_path)))
+    found, clock = [], []
+    for _ in range(3):
+        clock.append(time.perf_counter())
+        step(engine, optimizer)
+        found.append(engine.comm.step_times)
+    num_requests = (len(requests) - 4) // 2  # of a step; both files were tried at first
+    first, *others = found
+    assert first == StepTimes()  # it has read nothing, and no step's end came before
+    for times, begin in zip(others, clock, strict=False):
+        assert pause * num_requests / 2 <= times.reading <= times.stepping  # by two threads
+        assert 0 < times.writing <= times.stepping
+        assert pause < times.waiting <= times.stepping <= times.seconds
+        assert times.seconds <= time.perf_counter() - begin
+        for verb, nbytes in (("read", times.bytes_read), ("write", times.bytes_written)):
+            assert nbytes == engine.comm.traffic["optimizer", verb].bytes > 0
+    total = engine.comm.transport.ledger.total_times
+    assert total == others[0].plus(others[1])
+    assert f"{total.waiting / total.seconds:.0%} waiting for files" in total.describe()
+    engine.close()
 
 
 # ---------------------------------------------------------------------------- faults and refusals
@@ -246,18 +238,13 @@ def limited(folder: str | None) -> str:
     """Train 38 million elements with 450 MB of memory to take; returns the error, if any."""
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
-    settings = {} if folder is None else offload(3, folder)
-    data = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmData")
-    )
+    files = {} if folder is None else offload(3, folder)
+    status = Path("/proc/self/status").read_text()
+    data = 1024 * int(status.partition("VmData:")[2].split()[0])
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (data + 450 * 10**6, before[1]))
     try:
-        engine = Engine(model, Settings(units=(nn.Linear,), **settings))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        engine.adopt(optimizer)
+        engine, optimizer = adopted(model, adamw, units="leaves", **files)
         for _ in range(2):
             model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
@@ -276,16 +263,3 @@ def test_states_that_exceed_a_limit_of_memory_train_from_files(
     """Weights and states are 430 MB, gradients 144, and what is gathered comes on top."""
     assert ranks(1).run(limited, str(tmp_path)) == [""]
     assert "memory" in ranks(1).run(limited, None)[0]
-
-
-def test_optimizers_that_cannot_be_stepped_so_are_refused(tmp_path: Path) -> None:
-    model, half = CASE.build(), nn.Linear(8, 8).bfloat16()
-    engine = shard(model, **offload(3, str(tmp_path)))
-    words = r"Muon mixes the elements of a parameter, but offload .* remove offload_optimizer"
-    with pytest.raises(ValueError, match=words):
-        engine.adopt(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]))
-    engine.close()
-    engine = shard(half, recipe=RECIPES["bf16-true"], **offload(3, str(tmp_path)))
-    with pytest.raises(ValueError, match="leaves most of a 16-bit parameter"):
-        engine.adopt(torch.optim.SGD(half.parameters(), 0.1, fused=True))
-    engine.close()

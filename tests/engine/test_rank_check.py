@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine, rank_check
 from lightning_zero.engine import engine as engine_module
 from lightning_zero.plan import Settings
-from tests.oracle.projects import WAYS, Regression, make_trainer, rows
+from tests.oracle.projects import WAYS
 from tests.oracle.ranks import Pools, errors_of
 from tests.oracle.sharded import CPU
 
@@ -45,13 +45,8 @@ class Model(nn.Module):
         return self.b(self.a(x))
 
 
-def units(names: str) -> Callable[[nn.Module], bool]:
-    return lambda module: isinstance(module, nn.Linear) and "b" in names
-
-
-def changed(change: Callable[[Model], Any]) -> Model:
-    change(model := Model())
-    return model
+def linears(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
 
 
 def sgd(model: Any, **options: Any) -> torch.optim.Optimizer:
@@ -64,70 +59,73 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def adopts(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[], None]:
-    def adopt() -> None:
-        model = Model()
-        optimizer = make(model)
-        Engine(model, Settings()).adopt(optimizer)
-
-    return adopt
+    return lambda: Engine(model := Model(), Settings()).adopt(make(model))
 
 
-def engine(make: Callable[[], nn.Module] = Model, **settings: Any) -> Callable[[], Any]:
-    return lambda: Engine(make(), Settings(**settings))
+def engine(
+    change: Callable[[Model], Any] = lambda m: None, make: Any = Model, **settings: Any
+) -> Callable[[], Any]:
+    def set_up() -> None:
+        change(model := make())
+        Engine(model, Settings(**settings))
+
+    return set_up
 
 
 FORM = "shape (4, 4), float32, trained"
-OTHER_MODELS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+OTHERWISE: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "width": (
-        engine(lambda: Model(width=5)),
+        engine(make=partial(Model, width=5)),
         [f"{{usual}}: Parameter 'a.weight': {FORM}", "{odd}: Parameter 'a.weight': shape (5, 4)"],
     ),
     "order": (
-        engine(lambda: Model(is_reversed=True)),
+        engine(make=partial(Model, is_reversed=True)),
         ["another order: Parameter 'a.weight'", "another order: Parameter 'b.weight'"],
     ),
     "frozen": (
-        engine(lambda: changed(lambda m: m.a.weight.requires_grad_(False))),
+        engine(lambda m: m.a.weight.requires_grad_(False)),
         ["{odd}: Parameter 'a.weight': shape (4, 4), float32, frozen"],
     ),
     "tie": (
-        engine(lambda: Model(tie=True)),
+        engine(make=partial(Model, tie=True)),
         [f"{{odd}}: Parameter 'b.weight': {FORM}, tied to 'a.weight'"],
     ),
     "buffer": (
-        engine(lambda: changed(lambda m: m.register_buffer("shift", torch.zeros(5)))),
+        engine(lambda m: m.register_buffer("shift", torch.zeros(5))),
         ["{usual}: Buffer 'shift': shape (3,)", "{odd}: Buffer 'shift': shape (5,)"],
     ),
     "stage": (
         engine(stage=2),
         ["{usual}: The strategy: stage 3", "{odd}: The strategy: stage 2"],
     ),
-    "units": (engine(units=units("b")), ["{odd}: Unit 'a'"]),
+    "units": (engine(units=linears), ["{odd}: Unit 'a'"]),
     "refused": (
         engine(units=(nn.Conv2d,)),
         ["{odd}: Unit 'units=Conv2d matches no module of Model"],
     ),
-}
-OTHER_OPTIMIZERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "class": (
+    "optimizer's class": (
         adopts(lambda model: torch.optim.AdamW(model.parameters(), lr=0.1)),
         ["{usual}: Optimizer 0: class torch.optim.sgd.SGD", "{odd}: Optimizer 0: class torch.opt"],
     ),
-    "lr": (
+    "optimizer's lr": (
         adopts(lambda model: sgd(model, lr=torch.tensor(0.25))),
         ["{usual}: Group 0 of optimizer 0: lr 0.1", "{odd}: Group 0 of optimizer 0: lr 0.25"],
     ),
-    "groups": (adopts(two_groups), ["{odd}: Parameter 'a.bias' of optimizer 0: in group 1"]),
+    "optimizer's groups": (
+        adopts(two_groups),
+        ["{odd}: Parameter 'a.bias' of optimizer 0: in group 1"],
+    ),
 }
+"""What a rank does otherwise, and what the error says of it."""
 
 
 def differs(way: str) -> dict[str, str]:
     """The last rank does each thing otherwise; every rank returns its errors."""
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     errors = {}
-    for name, (otherwise, _) in (OTHER_MODELS | OTHER_OPTIMIZERS).items():
+    for name, (otherwise, _) in OTHERWISE.items():
         comm = Communicator(CPU, **WAYS[way])
-        usual = adopts(sgd) if name in OTHER_OPTIMIZERS else engine()
+        usual = adopts(sgd) if "optimizer" in name else engine()
         engine_module.Communicator = lambda device, comm=comm, **_: comm  # type: ignore[assignment]
         try:
             with pytest.raises(RuntimeError, match="The ranks differ") as caught:
@@ -143,7 +141,7 @@ def differs(way: str) -> dict[str, str]:
 def test_a_rank_that_differs_is_named_on_all_ranks(ranks: Pools) -> None:
     first, *others = ranks(3).run(differs, "windows")
     assert all(other == first for other in others)
-    for name, (_, texts) in (OTHER_MODELS | OTHER_OPTIMIZERS).items():
+    for name, (_, texts) in OTHERWISE.items():
         for text in texts:
             assert text.format(usual="ranks 0, 1", odd="rank 2") in first[name]
 
@@ -155,7 +153,7 @@ def change(kind: str, way: str, who: str) -> None:
     """After a step the last rank, or each, changes something."""
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     model = Model()
-    settings = Settings(stage=3, units=units("b"))
+    settings = Settings(stage=3, units=linears)
     sharded = Engine(model, settings, Communicator(CPU, **WAYS[way]))
     optimized = model.a if kind == "group" else model
     optimizer = torch.optim.SGD(optimized.parameters(), lr=0.1, momentum=0.5)
@@ -192,45 +190,3 @@ def test_what_one_rank_alone_changes_is_named(ranks: Pools) -> None:
         assert "ranks 0, 1 of 2 failed" in found
         assert found.count("RuntimeError: ") == found.count(text) > 0, found
         ranks(2).run(change, *how, "all")
-
-
-# -- the Trainer -----------------------------------------------------------------------------------
-
-
-class Plateau(Regression):
-    """Follows a metric of which each rank has its own, as ``sync_dist`` was forgotten."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "monitor": "mine"},
-        }
-
-    def on_train_epoch_end(self) -> None:
-        grows = self.global_rank == 1
-        self.log("mine", float(self.current_epoch if grows else -self.current_epoch))
-
-
-def trainers_differ() -> dict[str, tuple[str, int]]:
-    is_odd = dist.get_rank() == dist.get_world_size() - 1
-    found = {}
-    for name, value in {"precision": "bf16-mixed", "gradient_clip_val": 2, "plateau": 0}.items():
-        module = Plateau() if name == "plateau" else Regression()
-        options = {name: value} if is_odd and name != "plateau" else {}
-        trainer = make_trainer(strategy=ZeROStrategy(3), max_epochs=5, **options)
-        with pytest.raises(RuntimeError) as caught:
-            trainer.fit(module, rows())
-        found[name] = str(caught.value), trainer.global_step
-    return found
-
-
-def test_trainers_that_differ(ranks: Pools) -> None:
-    first, second = ranks(2).run(trainers_differ)
-    assert first == second
-    assert "rank 1: The Trainer: precision 'bf16-mixed'" in first["precision"][0]
-    assert "rank 0: The Trainer: gradient_clip_val None" in first["gradient_clip_val"][0]
-    text, step = first["plateau"]
-    assert "rank 1: Group 0 of optimizer 0: lr 0.025" in text
-    assert step == 8, "no step is made with it"

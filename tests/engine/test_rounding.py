@@ -9,27 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer import unit_step
 from lightning_zero.optimizer.unit_step import round_by_chance
-from tests.oracle.own_optimizers import GroupCounting
+from tests.oracle.own_optimizers import GroupCounting, Nested, SelfCounting
 from tests.oracle.parity import require_same
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import replicate, shard, train
+from tests.oracle.sharded import adopted, replicate, train
 
 BF16 = torch.bfloat16
 
 
-def noise(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-# ---------------------------------------------------------------------------- the numbers
-
-
 def rounded(values: Tensor, seed: int = 0) -> Tensor:
     out = torch.empty_like(values, dtype=BF16)
-    round_by_chance(values, out, noise(seed))
+    round_by_chance(values, out, torch.Generator().manual_seed(seed))
     return out
 
 
@@ -53,20 +47,8 @@ def test_others_become_a_neighbour_and_their_mean_is_true() -> None:
         share = float((found - 1).mean() / ulp)
         # Five deviations of the mean of so many.
         assert abs(share - fraction) < 5 * (fraction * (1 - fraction) / 100_000) ** 0.5
-    random = torch.randn(1000, generator=noise(1))
-    assert torch.equal(rounded(random), rounded(random))
-    assert not torch.equal(rounded(random), rounded(random, seed=1))
-
-
-# ---------------------------------------------------------------------------- the step
-
-
-def adamw(model: nn.Module) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1, fused=True)
-
-
-def sgd(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
+    assert torch.equal(rounded(values), rounded(values))
+    assert not torch.equal(rounded(values), rounded(values, seed=1))
 
 
 class InFp32:
@@ -85,8 +67,8 @@ class InFp32:
         self.inner.step()
         for own, twin in zip(self.params, self.twins, strict=True):
             own.copy_(twin)
-            for value in self.inner.state[twin].values():
-                if value is not None and value.shape == twin.shape:
+            for value in tree_leaves(self.inner.state[twin]):
+                if isinstance(value, Tensor) and value.shape == twin.shape:
                     value.copy_(value.bfloat16())
 
     def zero_grad(self) -> None:
@@ -94,26 +76,25 @@ class InFp32:
             own.grad = None
 
 
-def own(model: nn.Module) -> Optimizer:
-    return GroupCounting(model.parameters())
+def of(cls: Any, **how: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: cls(model.parameters(), **how)
 
 
-HOW: list[tuple[Callable[[nn.Module], Any], int, dict[str, Any]]] = [
-    (adamw, 2, {}),
-    (sgd, 1, {"accumulate": 2}),
-    (own, 3, {"accumulate": 2}),
+HOW: list[tuple[Callable[[nn.Module], Any], int, int]] = [
+    (of(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True), 2, 1),
+    (of(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True), 1, 2),
+    *((of(cls), 3, 2) for cls in (GroupCounting, Nested, SelfCounting)),
 ]
-
-
-def to_nearest(source: Tensor, out: Tensor, _: torch.Generator) -> None:
-    out.copy_(source)
+"""An optimizer, a stage, and the number of microbatches."""
 
 
 def compare_all() -> None:
-    for make, stage, how in HOW:
-        how = {"precision": "bf16-true", "steps": 4, **how}
+    for make, stage, accumulate in HOW:
+        how = {"precision": "bf16-true", "steps": 4, "accumulate": accumulate}
         expected = replicate("transformer", partial(InFp32, make), **how)
-        with mock.patch.object(unit_step, "round_by_chance", to_nearest):
+        with mock.patch.object(
+            unit_step, "round_by_chance", lambda source, out, _: out.copy_(source)
+        ):
             how |= {"stage": stage, "policy": "local", "stochastic_rounding": True}
             found = train("transformer", make, **how)
         expected.notes = found.notes  # norms round by their order in bf16
@@ -124,14 +105,12 @@ def test_the_step_is_that_of_fp32(ranks: Pools) -> None:
     ranks(2).run(compare_all)
 
 
-def moved(steps: int, **how: Any) -> float:
-    """Return where weights of 1 are after steps of a 5000th."""
+def moved(**how: Any) -> float:
+    """Return where weights of 1 are after 50 steps of a 5000th."""
     model = nn.Linear(64, 64, bias=False, dtype=BF16)
     nn.init.ones_(model.weight)
-    engine = shard(model, stage=3, **how)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2e-4)
-    engine.adopt(optimizer)
-    for _ in range(steps):
+    engine, optimizer = adopted(model, of(torch.optim.SGD, lr=2e-4), **how)
+    for _ in range(50):
         model(torch.ones(1, 64, dtype=BF16)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -142,6 +121,6 @@ def moved(steps: int, **how: Any) -> float:
 
 
 def test_small_steps_are_not_lost(ranks: Pools) -> None:
-    assert ranks(2).run(moved, 50) == [1.0, 1.0]
-    for mean in ranks(2).run(moved, 50, stochastic_rounding=True):
-        assert mean == pytest.approx(0.99, abs=5e-4)
+    assert ranks(2).run(moved) == [1.0, 1.0]
+    first, second = (ranks(2).run(moved, stochastic_rounding=True) for _ in range(2))
+    assert first == second == pytest.approx([0.99, 0.99], abs=5e-4)

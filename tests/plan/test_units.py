@@ -1,4 +1,9 @@
-"""How models are cut into units, and what is refused at the door."""
+"""How models are cut into units: a table of models and policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,80 +24,79 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Four blocks, an embedding, small leftovers."""
+    """Four blocks, an embedding, small leftovers; others as a user adds them."""
 
-    def __init__(self) -> None:
+    def __init__(self, no_split: tuple[str, ...] = (), **others: nn.Module) -> None:
         super().__init__()
         self.embedding = nn.Embedding(2 * WIDE, WIDE)
         self.blocks = nn.ModuleList([Layer() for _ in range(4)])
         self.norm = nn.LayerNorm(WIDE)
         self.head = nn.Linear(WIDE, 10)
+        if no_split:
+            self._no_split_modules = list(no_split)
+        for name, module in others.items():
+            setattr(self, name, module)
+
+
+class Parts(nn.Module):
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def linears(width: int = 8) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
+
+
+def rows() -> dict[str, nn.Module]:
+    return {name: linears(WIDE // 2) for name in "abcd"}
+
+
+def layers(number: int = 4) -> list[nn.Module]:
+    return [Layer() for _ in range(number)]
+
+
+def halved() -> nn.Module:
+    return nn.Sequential(nn.Sequential(*layers(3)), Layer())
+
+
+def compiled() -> Model:
+    model = Model()
+    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    return model
 
 
 BLOCKS = [f"blocks.{number}" for number in range(4)]
-
-
-def test_blocks_and_large_leftovers_are_units() -> None:
-    assert WIDE * WIDE == MIN_NUMEL
-    assert list(find_units(Model())) == ["embedding", *BLOCKS]
-
-
-def test_the_least_size_is_the_users() -> None:
-    small = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    assert find_units(small) == {}
-    assert list(find_units(small, min_num_params=64)) == ["0", "1", "2", "3"]
-    assert list(find_units(small, min_num_params=73)) == []
-    assert list(find_units(Model(), min_num_params=3 * MIN_NUMEL)) == []
-    assert list(find_units(Model(), Layer, min_num_params=10**9)) == BLOCKS
-
-
-def test_small_neighbours_in_a_sequence_share_a_unit() -> None:
-    rows = [nn.Sequential(*(nn.Linear(WIDE // 2, WIDE // 2) for _ in range(4))) for _ in range(4)]
-    model = nn.ModuleDict({"rows": nn.ModuleDict(dict(zip("abcd", rows, strict=True)))})
-    assert list(find_units(model)) == [f"rows.{name}" for name in "abcd"]
-    body = nn.Module()
-    body.first, body.second, body.third, body.fourth = rows
-    assert list(find_units(body)) == ["first", "second", "third", "fourth"]
-
-
-def test_sequential_and_dict_are_lists_too() -> None:
-    model = nn.Sequential(*(Layer() for _ in range(4)))
-    assert list(find_units(model)) == ["0", "1", "2", "3"]
-    model = nn.ModuleDict({name: Layer() for name in "abcd"})
-    assert list(find_units(model)) == ["a", "b", "c", "d"]
-
-
-def test_a_block_that_is_half_the_model_is_searched() -> None:
-    model = nn.Sequential(nn.Sequential(*(Layer() for _ in range(3))), Layer())
-    assert list(find_units(model)) == ["0.0", "0.1", "0.2", "1"]
-
-
-def test_no_split_modules_are_units_wherever_they_are() -> None:
-    model = Model()
-    model._no_split_modules = ["Layer"]
-    model.extra = Layer()
-    assert list(find_units(model)) == ["embedding", *BLOCKS, "extra"]
-    body = nn.Sequential(nn.ModuleDict({"a": Layer()}))
-    body._no_split_modules = ["Layer"]
-    assert list(find_units(body)) == ["0.a"]
-
-
-def test_attention_is_never_opened() -> None:
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDE, 4)
-
-    assert list(find_units(Attending())) == ["attention"]
-
-
-def test_classes_and_callables() -> None:
-    model = Model()
-    assert list(find_units(model, Layer)) == BLOCKS
-    assert list(find_units(model, {Layer, nn.Embedding})) == ["embedding", *BLOCKS]
-    assert list(find_units(model, lambda m: m is model.head)) == ["head"]
+LARGE = ["embedding", *BLOCKS]
+FOUND: dict[str, tuple[Callable[[], nn.Module], list[str], dict[str, Any]]] = {
+    "blocks and large leftovers": (Model, LARGE, {}),
+    "nothing large": (linears, [], {}),
+    "the least size is the user's": (linears, ["0", "1", "2", "3"], {"min_num_params": 64}),
+    "nothing so large": (linears, [], {"min_num_params": 73}),
+    "blocks too small": (Model, [], {"min_num_params": 3 * MIN_NUMEL}),
+    "a class, however small": (Model, BLOCKS, {"policy": Layer, "min_num_params": 10**9}),
+    "several classes": (Model, LARGE, {"policy": {Layer, nn.Embedding}}),
+    "a callable": (Model, ["head"], {"policy": lambda m: getattr(m, "out_features", 0) == 10}),
     # A list is not called, so it cannot be a unit; the model itself is the root.
-    assert list(find_units(model, lambda m: isinstance(m, nn.ModuleList | Model))) == []
+    "the root": (Model, [], {"policy": lambda m: isinstance(m, nn.ModuleList | Model)}),
+    # Small neighbours in a sequence share a unit.
+    "rows in a dict": (lambda: Parts(x=nn.ModuleDict(rows())), [f"x.{n}" for n in "abcd"], {}),
+    "rows as attributes": (lambda: Parts(**rows()), list("abcd"), {}),
+    "a sequence": (lambda: nn.Sequential(*layers()), ["0", "1", "2", "3"], {}),
+    "a dict": (lambda: nn.ModuleDict({n: Layer() for n in "abcd"}), list("abcd"), {}),
+    "half the model is searched": (halved, ["0.0", "0.1", "0.2", "1"], {}),
+    "no-split modules": (lambda: Model(("Layer",), extra=Layer()), [*LARGE, "extra"], {}),
+    "attention": (lambda: Parts(attention=nn.MultiheadAttention(WIDE, 4)), ["attention"], {}),
+    "compiled": (compiled, LARGE, {}),
+    "compiled, by class": (compiled, BLOCKS, {"policy": Layer}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_units(name: str) -> None:
+    make, expected, how = FOUND[name]
+    assert list(find_units(make(), **how)) == expected
 
 
 @pytest.mark.parametrize("policy", [[int], ["Layer"]])
@@ -101,26 +105,17 @@ def test_wrong_policies_are_named(policy: object) -> None:
         find_units(Model(), policy)
 
 
-def test_compiled_submodules_stand_for_what_is_inside() -> None:
-    model = Model()
-    model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
-    assert list(find_units(model)) == ["embedding", *BLOCKS]
-    assert list(find_units(model, Layer)) == BLOCKS
-    assigned = assign_parameters(model, find_units(model, Layer))
-    assert next(name for name, _ in assigned["blocks.1"]).startswith("blocks.1._orig_mod.")
-
-
 def owners(model: nn.Module, policy: object = Layer) -> dict[str, str]:
     assigned = assign_parameters(model, find_units(model, policy))
     return {name: unit for unit, named in assigned.items() for name, _ in named}
 
 
 def test_every_parameter_is_taken_once_by_the_innermost_unit() -> None:
-    model = Model()
-    found = owners(model)
-    assert set(found) == {name for name, _ in model.named_parameters()}
+    found = owners(Model())
+    assert set(found) == {name for name, _ in Model().named_parameters()}
     assert found["blocks.2.linear.weight"] == "blocks.2"
     assert found["norm.weight"] == found["embedding.weight"] == ""
+    assert owners(compiled())["blocks.1._orig_mod.linear.weight"] == "blocks.1"
 
 
 class Outer(nn.Module):
@@ -131,32 +126,21 @@ class Outer(nn.Module):
 
 
 def test_tied_parameters_belong_to_the_lowest_common_ancestor() -> None:
-    model = nn.ModuleDict({"left": Outer(), "right": Outer(), "last": Layer(4)})
-    left, right = model["left"], model["right"]
+    left, right, last = Outer(), Outer(), Layer(4)
     left.layers[1].linear.weight = left.layers[0].linear.weight
     right.layers[0].linear.bias = left.layers[0].linear.bias
     right.layers[1].norm.weight = right.gain
-    model["last"].norm.bias = model["last"].linear.bias
-    found = owners(model, {Layer, Outer})
+    last.norm.bias = last.linear.bias
+    found = owners(Parts(left=left, right=right, last=last), {Layer, Outer})
     assert found["left.layers.0.linear.weight"] == "left"
     assert found["left.layers.0.linear.bias"] == ""
     assert found["right.gain"] == "right"
     assert found["last.linear.bias"] == "last"
     assert "right.layers.0.linear.bias" not in found
-
-
-def test_a_shared_unit_owns_its_parameters() -> None:
     shared = Layer(4)
-    model = nn.ModuleDict({"a": nn.Sequential(shared), "b": nn.Sequential(shared)})
+    model = Parts(a=nn.Sequential(shared), b=nn.Sequential(shared))
     assert set(owners(model, Layer).values()) == {"a.0"}
     assert set(owners(model, nn.Sequential).values()) == {""}
-
-
-def test_a_sparse_parameter_is_refused() -> None:
-    module = nn.Module()
-    module.odd = nn.Parameter(torch.eye(2).to_sparse())
-    with pytest.raises(ValueError, match="'odd' is not a dense tensor"):
-        Engine(module, Settings())
 
 
 def test_units_are_described_with_their_sizes() -> None:

@@ -1,0 +1,113 @@
+"""Optimizers with states in files, in batches of the smallest size, into which weights are cut."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytorch_optimizer
+import torch
+from torch import Tensor
+
+from lightning_zero.optimizer import Way, staging
+from lightning_zero.optimizer.known import known_class
+from tests.cases.optimizers import FILES, Large, Made, own
+from tests.oracle.own_optimizers import OWN, Own
+from tests.oracle.play import Player, by_trainer, case
+from tests.oracle.projects import Regression, Trace, rows
+
+
+class Named(Large):
+    """Two groups with names, a frozen parameter, and one without a gradient in a step."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(make)
+        self.head.bias.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        weights = [(name, p) for name, p in self.named_parameters() if p.dim() > 1]
+        biases = [(name, p) for name, p in self.named_parameters() if p.dim() == 1]
+        return self.make([{"params": weights}, {"params": biases, "lr": 0.1}])
+
+    def switch(self, mode: str) -> None:
+        getattr(own(self), mode, lambda: None)()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.switch("train")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == 2:
+            self.large.grad = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.switch("eval")
+
+    def on_train_end(self) -> None:
+        kept = [getattr(own(self), name, None) for name in ("k", "rates", "warmth")]
+        state = own(self).state_dict()
+        by_name = {str(key): value for key, value in state["state"].items()}
+        self.notes.append([kept, state["param_groups"], sorted(by_name.items())])
+
+
+def in_small_batches(play: Player) -> Trace:
+    with mock.patch.object(staging, "_BATCH_BYTES", 1):
+        return by_trainer(play)
+
+
+def torchs() -> Iterator[Any]:
+    """Element-wise optimizers of torch, fused where they can be, as files have them stepped."""
+    for cls in vars(torch.optim).values():
+        if inspect.isclass(cls) and known_class(cls) == ("torch.optim", Way.BY_ELEMENT):
+            is_fused = "fused" in inspect.signature(cls).parameters
+            yield partial(cls, lr=1e-2, **({"fused": True} if is_fused else {}))
+
+
+for number, make in enumerate([*OWN, pytorch_optimizer.AggMo, *torchs()]):
+    stage, name = 3 - number % 3, getattr(make, "func", make).__name__
+    case("optimizers", lambda m=make: Named(m), f"in_batches_{name}", loop=in_small_batches, stages=(stage,), ulps=8,
+         settings=(FILES if stage == 3 else {"offload_optimizer": "nvme"},), worlds=(1 + number % 2,),
+         data=lambda: (rows(32),), accumulate_grad_batches=2, gradient_clip_val=0.3, max_steps=4)  # fmt: skip
+
+
+STATES, WEIGHTS = {"offload_optimizer": "nvme"}, {"offload_weights": "nvme"}
+case("optimizers", Regression, "in_files_in_part", stages=(3, 3, 1), settings=(STATES, WEIGHTS, STATES), rests=True, ulps=16)  # fmt: skip
+
+
+# -- what closures and hooks change ----------------------------------------------------------------
+
+
+class Scaled(Own):
+    """Has a factor as an attribute, which users change."""
+
+    scale = 1.0
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        p.add_(grad, alpha=-group["lr"] * self.scale)
+
+
+class Changing(Made):
+    """Changes what a step is made with: in a hook before it, first and last in its closure."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(lambda *_: self.change(0.9))
+        return optimizer
+
+    def change(self, factor: float) -> None:
+        own(self).param_groups[0]["lr"] *= factor
+        own(self).scale = getattr(own(self), "scale", 1.0) + factor
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.change(0.8)
+        return super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        self.change(1.2)
+
+
+for kind in (Scaled, torch.optim.SGD):
+    case("optimizers", lambda k=kind: Changing(lambda m: k(m.parameters(), lr=0.02)), f"changing_{kind.__name__}",
+         settings=({}, FILES), stages=(2, 3), max_steps=3, ulps=8)  # fmt: skip
