@@ -17,7 +17,7 @@ from lightning_zero.plan.cuts import (
     whole_shape,
 )
 from lightning_zero.plan.layout import ALIGNMENT, Layout, PieceRange, Slot
-from lightning_zero.plan.plan import RECIPES, Medium, Offload, Placement, Plan, Recipe
+from lightning_zero.plan.plan import RECIPES, Medium, Offload, Plan, Recipe
 from lightning_zero.plan.settings import (
     ARGUMENTS,
     CURES,
