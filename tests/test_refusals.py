@@ -28,10 +28,9 @@ from tests.cases.optimizers import Made, Wrapped
 from tests.cases.tensor_parallel import SIZES
 from tests.cases.tensor_parallel import cut as cut_in_fabric
 from tests.oracle.eight_bits import quantize
-from tests.oracle.models import Block
+from tests.oracle.models import GPT, Block
 from tests.oracle.projects import WIDTH, Regression, make_trainer, rows
 from tests.oracle.ranks import Pools
-from tests.oracle.tensor_parallel import GPT
 
 
 def strategy(*args: Any, **settings: Any) -> Callable[[], Any]:

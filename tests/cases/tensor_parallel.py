@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -27,9 +28,11 @@ from torchmetrics import SumMetric
 
 from lightning_zero import ZeROStrategy, gathered, grad_norm
 from lightning_zero.fabric import ZeROStrategy as FabricStrategy
+from tests.oracle.models import GPT
+from tests.oracle.models import TransformerBlock as Block
 from tests.oracle.play import Player, case
 from tests.oracle.projects import Trace
-from tests.oracle.tensor_parallel import GPT, LENGTH, Block, Model, loader, parallelize
+from tests.oracle.tensor_parallel import Model, loader, parallelize
 
 TWO: dict[str, Any] = {"cut": 2, "worlds": (4,), "data": lambda: (loader(12),), "ulps": 168}
 FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
@@ -105,7 +108,7 @@ class LossByParts(Model):
                 parallelize_module(self.net, mesh["tensor_parallel"], {"head": style})
 
     def forward(self, text: Tensor) -> Any:
-        x = self.net.embed(text) + self.net.places(torch.arange(LENGTH).expand_as(text))
+        x = self.net.embed(text) + self.net.places(torch.arange(GPT.length).expand_as(text))
         for block in self.net.blocks:
             x = block(x)
         return self.net.head(self.net.norm(x))
@@ -402,7 +405,20 @@ def text() -> Any:
     return (DataLoader(TensorDataset(tokens), batch_size=2),)
 
 
+def copied(model: Any) -> list[float]:
+    """The losses of a model, of its deep copy, and of that when the model has changed."""
+    given = {name: torch.arange(16).view(2, 8) + 3 for name in ("input_ids", "labels")}
+    net = copy.deepcopy(model.net)
+    losses = [each(**given).loss.item() for each in (model.net, net)]
+    with torch.no_grad():
+        for parameter in model.net.parameters():
+            parameter.zero_()
+    return [*losses, net(**given).loss.item()]
+
+
 PLANNED: dict[str, Any] = {"data": text, "gradient_clip_val": 1.0}
+row("planned_and_copied", lambda: Planned("Qwen3Moe"), **PLANNED, worlds=(2,), stages=(1,), max_steps=1,
+    moments={"on_train_end": copied})  # fmt: skip
 for kind in MODELS:
     row(f"planned_{kind}", lambda k=kind: Planned(k), **PLANNED, stages=(1, 3),
         is_slow=kind not in ("Llama", "Qwen3Moe"))  # fmt: skip

@@ -62,7 +62,7 @@ def test_sources_of_two_groups_are_kept_and_no_more() -> None:
             first = max(0, 2 * (number // 2 - 1))
             assert kept == list(range(first, 6)), number
         # None but the first two had to be waited for, and by the device.
-        assert device.host_waits == 0
+        assert not device.waits
         ends = [device.memory_of(out)[0].in_use(device.computation.clock) for out in landed]
         assert [not late for late in ends] == [True] * 2 + [False] * 4
         copies.close()

@@ -40,7 +40,7 @@ from lightning_zero.optimizer import clip, kept_states
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.device import beside_the_host
 from tests.oracle.devices import DEVICES, NO_GPU, joined, trainer_options
-from tests.oracle.faults import Fault, Job, run
+from tests.oracle.faults import Job, run
 from tests.oracle.parity import require_same
 from tests.oracle.projects import Regression, Trace, make_trainer, rows
 from tests.oracle.ranks import Pools
@@ -405,5 +405,5 @@ FAULTS = [
 @pytest.mark.parametrize(("place", "kind", "program"), FAULTS)
 def test_a_fault_is_named_within_seconds(place: str, kind: Any, program: str) -> None:
     """Also by ranks that their device blocks, behind a message that never comes."""
-    cell = run(Job(Fault(place, kind), "nccl", program=program, limit=20.0))
+    cell = run(Job(place, kind, "nccl", program=program, limit=20.0))
     assert cell.is_good, str(cell)

@@ -5,24 +5,22 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
-from tests.oracle.faults import PLACES, Fault, Job, jobs, run, run_all
+from tests.oracle.faults import PLACES, Job, jobs, run_all
 from tests.oracle.projects import WAYS
 
 FEW = [
-    Job(Fault("the user's forward", "raise"), "windows"),
-    Job(Fault("a reduction", "kill"), "point to point", 2, "loop"),
-    Job(Fault("the wait at a sync point", "kill"), "windows", 2, "loop"),
-    Job(Fault("the user's backward", "raise"), "backend", 4, "loop"),
-    Job(Fault("a save, written", "kill"), "windows"),
-    Job(Fault("a load, weights", "raise"), "point to point"),
-    Job(Fault("the end of a batch", "stall"), "backend"),
-    Job(Fault("a reduction", "hang"), "windows"),
-    Job(Fault("the optimizer", "raise"), "windows", 2, "loop"),
-    Job(Fault("the end of a reduction", "kill"), "point to point", 2, "loop"),
+    Job("the user's forward", "raise", "windows"),
+    Job("a reduction", "kill", "point to point", 2, "loop"),
+    Job("the wait at a sync point", "kill", "windows", 2, "loop"),
+    Job("the user's backward", "raise", "backend", 4, "loop"),
+    Job("a save, written", "kill", "windows"),
+    Job("a load, weights", "raise", "point to point"),
+    Job("the end of a batch", "stall", "backend"),
+    Job("a reduction", "hang", "windows"),
+    Job("the optimizer", "raise", "windows", 2, "loop"),
+    Job("the end of a reduction", "kill", "point to point", 2, "loop"),
 ]
 
 
@@ -48,10 +46,8 @@ def test_every_fault_at_every_place() -> None:
 
 def test_all_ranks_raise_the_same_text_whoever_found_out() -> None:
     """The order of reductions is agreed where one rank waits, and the other has gone on."""
-    these = [Job(None, way, program="accumulate") for way in WAYS]
-    with ThreadPoolExecutor(len(these)) as threads:
-        for cell in threads.map(run, these):
-            (answer,) = set(cell.answers.values())
-            assert len(cell.answers) == 2
-            assert answer[0] == "error"
-            assert "The ranks have diverged: rank 0 waits" in answer[1]
+    for _, cell in run_all([Job("", "", way, program="accumulate") for way in WAYS], at_once=3):
+        (answer,) = set(cell.answers.values())
+        assert len(cell.answers) == 2
+        assert answer[0] == "error"
+        assert "The ranks have diverged: rank 0 waits" in answer[1]

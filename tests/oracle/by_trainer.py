@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,6 +16,7 @@ from torch import Tensor
 from lightning_zero import ZeROStrategy
 from tests.oracle import projects
 from tests.oracle.models import Tied
+from tests.oracle.parity import unequal
 
 NUM_ROWS = 48
 
@@ -173,22 +173,5 @@ def resume(path: str, name: str, precision: str = "32-true") -> dict[str, Any]:
 
 
 def assert_close(found: Any, expected: Any, where: str) -> None:
-    assert type(found) is type(expected), where
-    if isinstance(expected, Tensor):
-        # Torch compares the bits of floats of 8 bits.
-        rtol, atol = (0.0, 0.0) if expected.itemsize == 1 else (1e-4, 1e-6)
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=where)
-    elif isinstance(expected, dict):
-        if "dirpath" in expected or "best_model_path" in expected:
-            return  # paths of another folder
-        assert list(found) == list(expected), where
-        for key in expected:
-            assert_close(found[key], expected[key], f"{where}/{key}")
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), where
-        for number, value in enumerate(expected):
-            assert_close(found[number], value, f"{where}/{number}")
-    elif isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=1e-5), where
-    else:
-        assert found == expected, where
+    told = list(unequal(found, expected, 1e-5, where))
+    assert not told, "\n".join(told)

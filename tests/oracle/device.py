@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.comm import control, transport
 from lightning_zero.optimizer import UnitStep
@@ -57,11 +58,6 @@ _NEW |= {aten.new_empty.default, aten.new_empty_strided.default}
 Clock = dict[str, int]
 
 
-def _later(clock: Clock, other: Clock) -> Clock:
-    """Return the clock of who knows what both know."""
-    return {name: max(clock.get(name, 0), other.get(name, 0)) for name in {*clock, *other}}
-
-
 class Access(NamedTuple):
     """A read or write of bytes ``[start, stop)`` by somebody at a time of theirs."""
 
@@ -70,12 +66,15 @@ class Access(NamedTuple):
     start: int
     stop: int
     what: str
+    writes: bool
 
     def is_before(self, clock: Clock) -> bool:
         return self.time <= clock.get(self.who, 0)
 
-    def meets(self, start: int, stop: int) -> bool:
-        return self.start < stop and start < self.stop
+    def covers(self, old: Access) -> bool:
+        """Return whether nobody need ask for an earlier access any more."""
+        is_inside = self.start <= old.start and old.stop <= self.stop
+        return is_inside and (self.writes or (not old.writes and old.who == self.who))
 
 
 class Memory:
@@ -88,33 +87,22 @@ class Memory:
 
     def __init__(self, kind: str, nbytes: int, stream: Actor) -> None:
         self.kind, self.nbytes, self.stream = kind, nbytes, stream
-        self.writes: list[Access] = []
-        self.reads: list[Access] = []
-        self.recorded: list[Event] = []
+        self.accesses: list[Access] = []
 
-    def note(self, access: Access, clock: Clock, *, is_write: bool) -> str:
+    def note(self, new: Access, clock: Clock) -> str:
         """Note an access; return what is wrong with it, if anything."""
-        span = access.start, access.stop
-        for before in self.writes:
-            if before.meets(*span) and not before.is_before(clock):
-                verb = "overwrites" if is_write else "reads"
-                return f"{access.what} {verb} what {before.what} may not have written yet"
-        if not is_write:
-            same = [one for one in self.reads if one[0] == access.who and one[2:4] == span]
-            self.reads = [one for one in self.reads if one not in same] + [access]
-            return ""
-        for before in self.reads:
-            if before.meets(*span) and not before.is_before(clock):
-                return f"{access.what} overwrites what {before.what} may not have read yet"
-        for past in (self.writes, self.reads):
-            past[:] = [o for o in past if not (span[0] <= o.start and o.stop <= span[1])]
-        self.writes.append(access)
+        for old in self.accesses:
+            meets = old.start < new.stop and new.start < old.stop
+            if meets and (old.writes or new.writes) and not old.is_before(clock):
+                verb = "overwrites" if new.writes else "reads"
+                end = "written" if old.writes else "read"
+                return f"{new.what} {verb} what {old.what} may not have {end} yet"
+        self.accesses = [old for old in self.accesses if not new.covers(old)] + [new]
         return ""
 
     def in_use(self, clock: Clock) -> str:
         """Return an access that need not be over by ``clock``."""
-        late = (one.what for one in (*self.writes, *self.reads) if not one.is_before(clock))
-        return next(late, "")
+        return next((one.what for one in self.accesses if not one.is_before(clock)), "")
 
 
 class Actor:
@@ -130,8 +118,11 @@ class Actor:
         return self.clock[self.name]
 
     def learn(self, clock: Clock) -> None:
-        if any(clock[name] > self.clock.get(name, 0) for name in clock):
-            self.clock = _later(self.clock, clock)
+        for name, time in clock.items():
+            self.clock[name] = max(time, self.clock.get(name, 0))
+
+    def is_behind(self, clock: Clock) -> bool:
+        return any(self.clock.get(name, 0) < time for name, time in clock.items())
 
     # -- as a torch.Stream -----------------------------------------------------------------------
 
@@ -161,8 +152,7 @@ class Event:
         self._device, self.clock = stream.device, {**stream.clock}
 
     def query(self) -> bool:
-        known = self._device.host.clock
-        return all(known.get(name, 0) >= time for name, time in self.clock.items())
+        return not self._device.host.is_behind(self.clock)
 
     def synchronize(self) -> None:
         self._device.host_waits_for(self.clock)
@@ -198,9 +188,8 @@ class Device(TorchDispatchMode):
         self.current = self.computation = Actor(self, "computation")
         self._numbers = itertools.count(1)
         self._groups: dict[Any, Actor] = {}
-        self._memories: dict[int, tuple[Memory, weakref.ref[Any]]] = {}
-        self._on_host: dict[int, Memory] = {}
-        self._dying: list[Memory] = []
+        self._memories = WeakIdKeyDictionary()  # by storage
+        self._on_host: dict[int, Memory] = {}  # by address
         self.violations: list[str] = []
         self.new = "device"  # the kind of what is made of nothing
         self.live = self.peak = 0
@@ -215,10 +204,6 @@ class Device(TorchDispatchMode):
         self.done.clear()
         self.peak = self.live
 
-    @property
-    def host_waits(self) -> int:
-        return self.waits.total()
-
     def stream(self, *_: Any) -> Actor:
         """Make another stream; host_copies makes that down first."""
         return Actor(self, f"stream {next(self._numbers)}")
@@ -227,12 +212,10 @@ class Device(TorchDispatchMode):
         return self.current
 
     def host_waits_for(self, clock: Clock) -> None:
-        known = self.running.clock
-        if any(known.get(name, 0) < time for name, time in clock.items()):
+        if self.running.is_behind(clock):
             if self.running is self.host:
                 self.waits[_place()] += 1
             self.running.learn(clock)
-        self._reclaim()
 
     def overlapped(self, kind: str, beside: str = "kernel") -> float:
         """Return the share of the bytes of a kind that may travel beside another."""
@@ -246,10 +229,9 @@ class Device(TorchDispatchMode):
     def paint(self, tensor: Tensor, kind: str) -> Tensor:
         """Let a tensor's storage be in the host's memory."""
         storage = tensor.untyped_storage()
-        found = self._memories.pop(storage._cdata, None)
-        if found is not None and found[1]() is storage:
-            self.live -= found[0].nbytes
-            found[0].nbytes = 0
+        if (found := self._memories.pop(storage, None)) is not None:
+            self.live -= found.nbytes
+            found.nbytes = 0
         if storage.nbytes():
             place, memory = storage.data_ptr(), Memory(kind, storage.nbytes(), self.current)
             self._on_host[place] = memory
@@ -266,83 +248,52 @@ class Device(TorchDispatchMode):
     def memory_of(self, tensor: Tensor) -> tuple[Memory, int, int]:
         """Return a tensor's memory, and the bytes of it that it spans."""
         with internals.as_plain_tensors():
-            return self._memory_of(tensor)
-
-    def _memory_of(self, tensor: Tensor) -> tuple[Memory, int, int]:
-        first = tensor.storage_offset() * tensor.itemsize
-        strides = zip(tensor.shape, tensor.stride(), strict=True)
-        reach = sum((size - 1) * stride for size, stride in strides) + 1
-        span = first, first + reach * tensor.itemsize
-        storage = tensor.untyped_storage()
-        found = self._memories.get(storage._cdata)
-        if found is not None and found[1]() is storage:
-            return found[0], *span
-        address = storage.data_ptr() if not tensor.is_meta else 0
-        for place, memory in self._on_host.items():
-            if place <= address < place + memory.nbytes:
-                return memory, span[0] + address - place, span[1] + address - place
-        if self.running is not self.host and not tensor.is_meta:
-            self.paint(tensor, "pageable")  # a thread's
-            return self._memory_of(tensor)
-        return self._track(storage), *span
+            first = tensor.storage_offset() * tensor.itemsize
+            strides = zip(tensor.shape, tensor.stride(), strict=True)
+            reach = sum((size - 1) * stride for size, stride in strides) + 1
+            span = first, first + reach * tensor.itemsize
+            storage = tensor.untyped_storage()
+            if (found := self._memories.get(storage)) is not None:
+                return found, *span
+            address = storage.data_ptr() if not tensor.is_meta else 0
+            for place, memory in self._on_host.items():
+                if place <= address < place + memory.nbytes:
+                    return memory, span[0] + address - place, span[1] + address - place
+            if self.running is not self.host and not tensor.is_meta:
+                self.paint(tensor, "pageable")  # a thread's
+                return self.memory_of(tensor)
+            return self._track(storage), *span
 
     def kind(self, tensor: Tensor) -> str:
         return self.memory_of(tensor)[0].kind
 
-    def _track(self, storage: Any, kind: str = "device") -> Memory:
-        memory, key = Memory(kind, 0, self.current), storage._cdata
-        reference = weakref.ref(storage, lambda _: self._forget(key, memory))
-        self._memories[key] = memory, reference
+    def _track(self, storage: Any) -> Memory:
+        memory = self._memories[storage] = Memory("device", 0, self.current)
+        weakref.finalize(storage, self._resize, memory, 0).atexit = False
         self._resize(memory, storage.nbytes())
         return memory
 
-    def _forget(self, key: int, memory: Memory) -> None:
-        if key in self._memories and self._memories[key][0] is memory:
-            del self._memories[key]
-        self._resize(memory, 0)
-
     def _resize(self, memory: Memory, nbytes: int) -> None:
-        if nbytes < memory.nbytes:
-            self._free(memory)
-        if memory.kind == "device":
-            self.live += nbytes - memory.nbytes
-            self.peak = max(self.peak, self.live)
+        if nbytes < memory.nbytes:  # the allocator hands it out at once where it was made
+            memory.stream.learn(self.host.clock)
+            if user := memory.in_use(memory.stream.clock):
+                self.violations.append(f"{_place()} frees what {user} may still use")
+            memory.accesses = []
+        self.live += nbytes - memory.nbytes
+        self.peak = max(self.peak, self.live)
         memory.nbytes = nbytes
-
-    def _free(self, memory: Memory) -> None:
-        """Give memory back to the allocator, which hands it out at once where it was made."""
-        memory.stream.learn(self.host.clock)
-        if memory.recorded:
-            held = Memory(memory.kind, memory.nbytes, memory.stream)
-            held.recorded, memory.recorded = memory.recorded, []
-            self.live += held.nbytes
-            self._dying.append(held)
-        elif user := memory.in_use(memory.stream.clock):
-            self.violations.append(f"{_place()} frees what {user} may still use")
-        memory.writes, memory.reads = [], []
-
-    def _reclaim(self) -> None:
-        for memory in [*self._dying]:
-            if all(event.query() for event in memory.recorded):
-                self._dying.remove(memory)
-                self.live -= memory.nbytes
 
     def resize(self, own: Callable[..., Any], storage: Any, nbytes: int) -> Any:
         """Resize a storage, as buffers do to release whole weights."""
-        found = self._memories.get(storage._cdata)
-        known = found is not None and found[1]() is storage
+        memory = self._memories.get(storage)
         result = own(storage, nbytes)
-        memory = found[0] if known and found is not None else self._track(storage)
+        memory = self._track(storage) if memory is None else memory
         if not memory.nbytes:
             memory.stream = self.current
         self._resize(memory, nbytes)
         with _disable_current_modes():
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(255)
         return result
-
-    def record(self, tensor: Tensor, stream: Actor) -> None:
-        """Stand for Tensor.record_stream."""
-        self.memory_of(tensor)[0].recorded.append(stream.record_event())
 
     # -- operations ------------------------------------------------------------------------------
 
@@ -379,7 +330,7 @@ class Device(TorchDispatchMode):
                 if one.dtype.is_floating_point:
                     one.fill_(torch.nan)
         elif not _is_view(func):
-            self._follow(func, written, [*read], made, kinds, args, kwargs)
+            self._follow(func, written, read, made, kinds, args, kwargs)
         self._report()
         return result
 
@@ -429,8 +380,8 @@ class Device(TorchDispatchMode):
                 )  # a value on the host
                 if memory.kind == "pageable" or tensor.is_meta or is_untold:
                     continue
-                access = Access(who.name, time, span[0], span[1], what)
-                if wrong := memory.note(access, who.clock, is_write=is_write):
+                access = Access(who.name, time, *span, what, is_write)
+                if wrong := memory.note(access, who.clock):
                     self.violations.append(wrong)
         return time
 
@@ -554,11 +505,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 @functools.cache
-def _writes(func: Any) -> tuple[frozenset[int], frozenset[str]]:
+def _writes(func: Any) -> set[int | str]:
     """Return the numbers and names of the arguments that an operation writes."""
-    arguments = func._schema.arguments
-    written = [n for n, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write]
-    return frozenset(written), frozenset(arguments[n].name for n in written)
+    arguments = enumerate(func._schema.arguments)
+    written = [(n, one.name) for n, one in arguments if one.alias_info and one.alias_info.is_write]
+    return {key for both in written for key in both}
 
 
 def _storage_of(tensor: Tensor) -> int:
@@ -576,13 +527,11 @@ def _is_view(func: Any) -> bool:
 
 
 def _roles(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operation writes, and those that it reads; some it does both."""
-    numbers, names = _writes(func)
+    """Return the tensors that an operation writes, and those that it reads."""
     written: list[Tensor] = []
     read: list[Tensor] = []
     for key, value in (*enumerate(args), *kwargs.items()):
-        is_written = key in numbers or key in names
-        into = written if is_written else read
+        into = written if key in _writes(func) else read
         into.extend(one for one in tree_leaves(value) if is_memory(one))
     return written, read
 
@@ -656,7 +605,6 @@ def _streams(device: Device) -> Iterator[Any]:
     yield mock.patch.object(torch.accelerator, "current_stream", device.current_stream)
     threads = type("", (Threads,), {"device": device})
     yield mock.patch.object(transfers, "ThreadPoolExecutor", threads)
-    yield mock.patch.object(Tensor, "record_stream", lambda one, to: device.record(one, to))
     own = torch.UntypedStorage.resize_
     resize = lambda storage, nbytes: device.resize(own, storage, nbytes)  # noqa: E731
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize)

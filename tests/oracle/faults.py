@@ -6,7 +6,7 @@ A **cell** is one place, one kind of fault and one transport on so many ranks, w
 of their own. It must end in one of two ways within :data:`LIMIT`: every rank goes on to the numbers
 of an undisturbed run, or every rank that is left raises the same error, which names the rank.
 
-    cell = run(Job(Fault("the user's forward", "kill"), "windows"))
+    cell = run(Job("the user's forward", "kill", "windows"))
     assert cell.ending == "named"
 
 ``make faults`` runs all cells.
@@ -22,7 +22,6 @@ import importlib
 import itertools
 import logging
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -30,10 +29,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -45,7 +44,7 @@ from tests.oracle.devices import join, leave, trainer_options
 from tests.oracle.models import Blocks
 from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
 from tests.oracle.ranks import Pool
-from tests.oracle.sharded import CPU, adamw, shard
+from tests.oracle.sharded import adamw, shard
 
 NCCL = "nccl"
 """The transport of ranks on GPUs, besides those of `WAYS`."""
@@ -125,17 +124,11 @@ PLACES = {
 """Functions that fail, by the name that the table has for them."""
 
 
-class Fault(NamedTuple):
-    """A place, and what becomes of the last rank there; of rank 0 where only it comes there."""
+class Job(NamedTuple):
+    """A cell to run: a place, and what becomes of a rank there; without one nothing goes wrong."""
 
     place: str
-    kind: Kind
-
-
-class Job(NamedTuple):
-    """A cell to run: `odd` is the rank that is struck, -1 for none."""
-
-    fault: Fault | None
+    kind: Kind | Literal[""]
     way: str
     world: int = 2
     program: str = "fit"
@@ -143,13 +136,10 @@ class Job(NamedTuple):
 
     @property
     def odd(self) -> int:
-        if self.fault is None:
+        """The rank that is struck: the last one, or rank 0 where only it comes there."""
+        if not self.place:
             return -1
-        return 0 if PLACES[self.fault.place].on_rank_0 else self.world - 1
-
-    @property
-    def kind(self) -> str:
-        return "" if self.fault is None else self.fault.kind
+        return 0 if PLACES[self.place].on_rank_0 else self.world - 1
 
 
 class Injected(ValueError):
@@ -159,73 +149,66 @@ class Injected(ValueError):
 # ---------------------------------------------------------------------------- the test's side
 
 
-@dataclass
-class Cell:
+class Cell(NamedTuple):
     """What became of a job.
 
     Attributes:
-        job: What was run.
+        ending: One of `GOOD`, or what is wrong, in capitals.
         answers: By rank, how it ended: ("numbers", digest) or ("error", text); none if it did not.
         seconds: From the fault to the end of the last rank that ended.
         output: What the ranks printed.
     """
 
-    job: Job
-    answers: dict[int, tuple[str, str]] = field(default_factory=dict)
-    seconds: float = -1.0
-    output: str = ""
+    ending: str
+    answers: dict[int, tuple[str, str]]
+    seconds: float
+    output: str
 
     @property
     def is_good(self) -> bool:
         """Return whether it ended as it must."""
         return self.ending in GOOD
 
-    @property
-    def ending(self) -> str:
-        """``"goes on"``, ``"named"``, or what is wrong, in capitals."""
-        if self.seconds < 0:
-            return "NOT STRUCK"
-        odd, kind = self.job.odd, self.job.kind
-        # A rank that fails when the others have got all they need from it ends alone.
-        goes_on = self.answers.get(odd, ("",))[0] == "numbers"
-        left = [rank for rank in range(self.job.world) if rank != odd or goes_on]
-        answers = [self.answers.get(rank, ("", "")) for rank in left]
-        kinds, texts = {kind for kind, _ in answers}, {text for _, text in answers}
-        if "" in kinds:
-            return "HANGS"
-        if kinds == {"numbers"}:
-            same = texts == {undisturbed(self.job._replace(fault=None))}
-            return ("goes on" if goes_on else "too late to matter") if same else "OTHER NUMBERS"
-        if "numbers" in kinds:
-            return "SOME GO ON"
-        name = f"rank {odd}"
-        if kind in ("kill", "hang"):
-            name = "a connection between ranks has failed"  # the launcher names the rank
-        elif len(texts) > 1:
-            return "OTHER TEXTS"
-        if not all(name in text.lower() for text in texts):
-            return "NOT NAMED"
-        return "named" if self.seconds <= self.job.limit else "LATE"
-
 
 def run(job: Job) -> Cell:
     """Run a job on new processes."""
-    cell, last = Cell(job), 0.0
     but = job.odd if job.kind == "hang" else -1
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         pool = Pool(job.world, grace=2 * job.limit)
-        answers = pool.answers(be_struck, job, folder, timeout=SECONDS, but=but)
-        for rank, answer in answers.items():
-            cell.output += answer.complaint
-            if answer.good:
-                kind, text, ended, output = pickle.loads(answer.result)
-                cell.answers[rank] = kind, text
-                cell.output += output
-                last = max(last, ended)
+        ended = pool.answers(be_struck, job, folder, timeout=SECONDS, but=but)
         struck = Path(folder) / "struck"
-        if struck.exists():
-            cell.seconds = max(last - struck.stat().st_mtime, 0.0)
-    return cell
+        begin = struck.stat().st_mtime if struck.exists() else None
+    results = {rank: answer.result for rank, answer in ended.items() if not answer.complaint}
+    output = "".join(answer.complaint or answer.result[3] for answer in ended.values())
+    answers = {rank: (kind, text) for rank, (kind, text, *_) in results.items()}
+    last = max((when for _, _, when, _ in results.values()), default=0.0)
+    seconds = -1.0 if begin is None else max(last - begin, 0.0)
+    return Cell(_ending(job, answers, seconds), answers, seconds, output)
+
+
+def _ending(job: Job, given: dict[int, tuple[str, str]], seconds: float) -> str:
+    if seconds < 0:
+        return "NOT STRUCK"
+    # A rank that fails when the others have got all they need from it ends alone.
+    goes_on = given.get(job.odd, ("",))[0] == "numbers"
+    left = [rank for rank in range(job.world) if rank != job.odd or goes_on]
+    answers = [given.get(rank, ("", "")) for rank in left]
+    kinds, texts = {kind for kind, _ in answers}, {text for _, text in answers}
+    if "" in kinds:
+        return "HANGS"
+    if kinds == {"numbers"}:
+        same = texts == {undisturbed(job._replace(place="", kind=""))}
+        return ("goes on" if goes_on else "too late to matter") if same else "OTHER NUMBERS"
+    if "numbers" in kinds:
+        return "SOME GO ON"
+    name = f"rank {job.odd}"
+    if job.kind in ("kill", "hang"):
+        name = "a connection between ranks has failed"  # the launcher names the rank
+    elif len(texts) > 1:
+        return "OTHER TEXTS"
+    if not all(name in text.lower() for text in texts):
+        return "NOT NAMED"
+    return "named" if seconds <= job.limit else "LATE"
 
 
 @functools.cache
@@ -244,26 +227,25 @@ def undisturbed(job: Job) -> str:
 def be_struck(job: Job, folder: str) -> tuple[str, str, float, str]:
     """Run a program that a fault may strike; return how it ended and when, and a traceback."""
     rank, world, output = dist.get_rank(), dist.get_world_size(), ""
-    fault = job.fault if rank == job.odd else None
     timeout = timedelta(seconds=HANG if job.kind == "hang" else 60)
     leave()
     kind = "cuda" if job.way == NCCL else "cpu"
     store = _store(rank, world, Path(folder) / "port")
-    join(kind, store=store, rank=rank, world_size=world, timeout=timeout)
+    device = join(kind, store=store, rank=rank, world_size=world, timeout=timeout)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
     def strike() -> None:
-        assert fault is not None
         (Path(folder) / "struck").touch()
-        if fault.kind == "raise":
-            raise Injected(f"injected at {fault.place}")
-        if fault.kind == "kill":
+        if job.kind == "raise":
+            raise Injected(f"injected at {job.place}")
+        if job.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(STALL if fault.kind == "stall" else SECONDS)
+        time.sleep(STALL if job.kind == "stall" else SECONDS)
 
+    program = {"fit": fit, "loop": loop, "accumulate": accumulate}[job.program]
     try:
-        with injected(fault, strike):
-            answer = ("numbers", PROGRAMS[job.program](job.way, folder))
+        with injected(job.place, strike) if rank == job.odd else contextlib.nullcontext():
+            answer = ("numbers", program(job.way, device, folder))
     except BaseException as error:
         answer, output = ("error", str(error)), traceback.format_exc()
         # What the interpreter does with an exception that nobody catches.
@@ -286,14 +268,11 @@ def _store(rank: int, world: int, file: Path) -> dist.Store:
 
 
 @contextlib.contextmanager
-def injected(fault: Fault | None, strike: Callable[[], None]) -> Iterator[None]:
-    """Call ``strike`` before the fault's call of its function."""
-    if fault is None:
-        yield
-        return
-    place = PLACES[fault.place]
-    owner, name = place.found()
-    raw = vars(owner)[name]
+def injected(name: str, strike: Callable[[], None]) -> Iterator[None]:
+    """Call ``strike`` before the call of the function that the place names."""
+    place = PLACES[name]
+    owner, attribute = place.found()
+    raw = vars(owner)[attribute]
     inner = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
     calls = itertools.count(1)
 
@@ -303,12 +282,8 @@ def injected(fault: Fault | None, strike: Callable[[], None]) -> Iterator[None]:
             strike()
         return inner(*args, **kwargs)
 
-    replaced = type(raw)(counting) if inner is not raw else counting
-    setattr(owner, name, replaced)
-    try:
+    with mock.patch.object(owner, attribute, type(raw)(counting) if inner is not raw else counting):
         yield
-    finally:
-        setattr(owner, name, raw)
 
 
 class Backward(torch.autograd.Function):
@@ -339,7 +314,7 @@ class Module(Regression):
         """Does nothing, unless it fails."""
 
 
-def fit(way: str, folder: str) -> str:
+def fit(way: str, device: torch.device, folder: str) -> str:
     """Four steps with a checkpoint behind the second, and two more from there."""
     results = []
     with wired(way) if way in WAYS else contextlib.nullcontext():
@@ -353,17 +328,16 @@ def fit(way: str, folder: str) -> str:
                 enable_checkpointing=True,
                 max_steps=4,
                 max_epochs=-1,
-                **trainer_options(_device(way)),
+                **trainer_options(device),
             )
             trainer.fit(module, rows(32), ckpt_path=path)
             results += [value.detach().clone() for value in module.parameters()]
     return digest_of(results)
 
 
-def loop(way: str, folder: str) -> str:
+def loop(way: str, device: torch.device, folder: str) -> str:
     """Four steps of the engine in a plain loop."""
     torch.manual_seed(0)
-    device = _device(way)
     comm = Communicator(device, **WAYS.get(way, {}))
     engine = shard(Blocks(3).to(device), comm=comm, device=device)
     optimizer = adamw(engine.module)
@@ -382,14 +356,9 @@ def loop(way: str, folder: str) -> str:
     return digest_of(engine.module.parameters())
 
 
-def _device(way: str) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if way == NCCL else CPU
-
-
-def accumulate(way: str, folder: str) -> str:
+def accumulate(way: str, device: torch.device, folder: str) -> str:
     """Two backward passes, of which rank 0 alone sends the first one's gradients."""
-    torch.manual_seed(0)
-    engine = shard(Blocks(3), stage=1, accumulate="local", comm=Communicator(CPU, **WAYS[way]))
+    engine = shard(Blocks(3), stage=1, accumulate="local", comm=Communicator(device, **WAYS[way]))
     for _ in range(2):
         with engine.no_sync() if dist.get_rank() else contextlib.nullcontext():
             engine.module(torch.ones(2, WIDTH)).sum().backward()
@@ -401,13 +370,6 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     """A few characters that are equal for equal bits."""
     content = b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in tensors)
     return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-PROGRAMS: dict[str, Callable[[str, str], str]] = {
-    "fit": fit,
-    "loop": loop,
-    "accumulate": accumulate,
-}
 
 
 # ---------------------------------------------------------------------------- all of them
@@ -426,18 +388,16 @@ def jobs() -> list[Job]:
             struck = [(kind, 2, "fit") for kind in KINDS if is_due or kind in QUICK]
             struck += [(kind, 4, "fit") for kind in QUICK if is_due]
             struck += [(kind, 2, "loop") for kind in QUICK if not where.only_trainer]
-            listed += [Job(Fault(place, kind), way, n, program) for kind, n, program in struck]
+            listed += [Job(place, kind, way, n, program) for kind, n, program in struck]
     return listed
 
 
-def run_twice(job: Job) -> Cell:
-    """Run it; once more where it went wrong by an answer that came late on a busy machine."""
-    cell = run(job)
-    return cell if cell.is_good else run(job)
-
-
 def run_all(these: Iterable[Job], *, at_once: int) -> Iterator[tuple[Job, Cell]]:
-    """Run cells side by side: most of them wait for most of their time."""
+    """Run cells side by side: most of them wait for most of their time.
+
+    Those that went wrong run once more: on a busy machine an answer may come late.
+    """
     listed = list(these)
     with ThreadPoolExecutor(at_once) as threads:
-        yield from zip(listed, threads.map(run_twice, listed), strict=True)
+        for job, cell in zip(listed, threads.map(run, listed), strict=True):
+            yield job, cell if cell.is_good or not job.place else run(job)

@@ -1,13 +1,9 @@
 """Processes that begin with everything imported, because a server that has imported it forks them.
 
-Importing torch and Lightning costs a process seconds; a fork costs milliseconds. The standard
-library's fork server would lose two properties:
-
-- **Two seeds.** The ranks of a real job are interpreters of their own, whose strings hash and whose
-  objects lie elsewhere, so that an order which follows either shows. So there are two servers, and
-  neighbours among the ranks come from different ones. A process has one of the library's, publicly.
-- **No orphans.** Ranks that no test uses are stopped (ranks.py), and would not see that a test
-  process was killed. A server wakes those that it has forked for it.
+Importing torch and Lightning costs a process seconds; a fork costs milliseconds. There are two
+servers, and neighbours among the ranks come from different ones: the ranks of a real job are
+interpreters of their own, whose strings hash and whose objects lie elsewhere, so that an order
+which follows either shows.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -44,54 +40,31 @@ LENGTH_BYTES = 4
 
 
 class Process:
-    """A forked process, as `subprocess.Popen` would show it; closing `stdin` ends its lifeline."""
+    """A forked process, as `subprocess.Popen` would show it."""
 
-    def __init__(self, pid: int, status: Connection, stdin: IO[bytes]) -> None:
+    def __init__(self, pid: int, status: Connection) -> None:
         self.pid = pid
-        self.stdin = stdin
         self._status = status
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code, or a signal's negative number, or None while the process runs."""
-        if self._code is None and self._status.poll():
-            self._receive()
-        return self._code
+        return self.wait(0)
 
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code when the process has ended."""
-        if self._code is None:
-            if not self._status.poll(timeout):
-                raise TimeoutError(f"process {self.pid} did not end within {timeout:g} s")
-            self._receive()
-        assert self._code is not None
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Return the same when the process or the time has ended."""
+        if self._code is None and self._status.poll(timeout):
+            try:
+                self._code = self._status.recv()
+            except (EOFError, OSError):  # who waits for it was killed
+                self._code = -signal.SIGKILL
+            self._status.close()
         return self._code
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
-
-    def _receive(self) -> None:
-        try:
-            self._code = self._status.recv()
-        except (EOFError, OSError):  # the server has gone: nobody knows how its children ended
-            self._code = -signal.SIGKILL
-        self._status.close()
-
-
-def server(number: int) -> Server:
-    """Return the server of this number, 0 or 1, which now begins to import if it is new."""
-    with _making:
-        return _server(number)
-
-
-_making = threading.Lock()
-
-
-@functools.cache
-def _server(number: int) -> Server:
-    return Server()
 
 
 def without_pytest(environment: Iterable[str]) -> dict[str, str]:
@@ -129,20 +102,23 @@ class Server:
         """Run `function(connection, *args)` in a process, and in a session, of its own."""
         request = pickle.dumps((function, args, dict(environment)))
         status, remote = Pipe()
-        reading, writing = os.pipe()
-        try:
-            with remote, self._lock:
-                fds = [reading, output.fileno(), connection.fileno(), remote.fileno()]
-                socket.send_fds(self._door, [len(request).to_bytes(LENGTH_BYTES, "big")], fds)
-                self._door.sendall(request)
-            os.close(reading)
-            is_forked = status.poll(START_SECONDS)
-            pid = status.recv() if is_forked else 0
-        except (EOFError, OSError) as error:
-            raise RuntimeError("the server that forks has ended; it said above why") from error
-        if not is_forked:
+        with remote, self._lock:
+            fds = [output.fileno(), connection.fileno(), remote.fileno()]
+            socket.send_fds(self._door, [len(request).to_bytes(LENGTH_BYTES, "big")], fds)
+            self._door.sendall(request)
+        if not status.poll(START_SECONDS):
             raise TimeoutError(f"no process was forked within {START_SECONDS:g} s")
-        return Process(pid, status, os.fdopen(writing, "wb"))
+        return Process(status.recv(), status)
+
+
+_servers = functools.cache(lambda number: Server())
+_making = threading.Lock()
+
+
+def server(number: int) -> Server:
+    """Return the server of this number, 0 or 1, which now begins to import if it is new."""
+    with _making:
+        return _servers(number)
 
 
 # ---------------------------------------------------------------------------- the server's side
@@ -158,60 +134,41 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()  # pages that the collector does not touch stay shared
     gc.enable()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     door = socket.socket(fileno=int(sys.argv[1]))
-    wakes, woken = socket.socketpair()
-    for end in (wakes, woken):
-        end.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
-    running: dict[int, Connection] = {}
     while True:
-        ready = wait([wakes, door])
-        if wakes in ready:
-            with contextlib.suppress(BlockingIOError):
-                wakes.recv(4096)
-            _report_ended(running)
-        if door not in ready:
-            continue
-        head, fds, _, _ = socket.recv_fds(door, LENGTH_BYTES, 4)
+        head, fds, _, _ = socket.recv_fds(door, LENGTH_BYTES, 3)
         if not head:
-            for pid in running:  # stopped ones would never see their lifeline end
-                os.kill(pid, signal.SIGCONT)
             os._exit(0)
         request = door.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
-        status = Connection(fds.pop())
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for end in (door, wakes, woken, status, *running.values()):
-                end.close()
-            _be(request, *fds)
+        if os.fork() == 0:
+            door.close()
+            _keep(request, *fds)
         for descriptor in fds:
             os.close(descriptor)
-        running[pid] = status
-        _send(status, pid)
 
 
-def _report_ended(running: dict[int, Connection]) -> None:
-    for pid in list(running):
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            with running.pop(pid) as remote:
-                _send(remote, os.waitstatus_to_exitcode(status))
+def _keep(request: bytes, output: int, connection: int, status: int) -> NoReturn:
+    """Fork a process, tell its id, wait for its end and tell how it ended."""
+    _end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with contextlib.suppress(BrokenPipeError), Connection(status) as told:
+        if (pid := os.fork()) == 0:
+            told.close()
+            _be(request, output, connection)
+        os.close(output)
+        os.close(connection)
+        told.send(pid)
+        told.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    os._exit(0)
 
 
-def _send(status: Connection, value: int) -> None:
-    with contextlib.suppress(OSError):  # a process that nobody waits for any more
-        status.send(value)
-
-
-def _be(request: bytes, reading: int, output: int, connection: int) -> NoReturn:
+def _be(request: bytes, output: int, connection: int) -> NoReturn:
     """Be the forked process."""
+    _end_with_parent()
     os.setsid()
-    for descriptor, place in ((reading, 0), (output, 1), (output, 2)):
-        os.dup2(descriptor, place)
-    os.close(reading)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     os.close(output)
     code = 1
     try:
@@ -223,3 +180,10 @@ def _be(request: bytes, reading: int, output: int, connection: int) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     os._exit(code)
+
+
+def _end_with_parent() -> None:
+    """Leave no orphan, stopped or not, of a test process that was killed; on Linux."""
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig
+
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)

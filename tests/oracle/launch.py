@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
@@ -64,11 +64,8 @@ def run_script(
     nodes: int = 1,
     restarts: int = 0,
     launcher: Literal["plain", "lightning", "torchrun", "srun"] = "lightning",
-    timeout: float = 300.0,
-    check: bool = True,
     env: Mapping[str, str] | None = None,
-    cwd: Path = ROOT,
-    fresh: bool = False,
+    **how: Any,
 ) -> Finished:
     """Run a Python script to its end.
 
@@ -81,31 +78,24 @@ def run_script(
         restarts: How often torchrun starts all processes again when one of them has failed.
         launcher: "torchrun"; "srun", imitated by SLURM's variables; or who starts the other
             processes: "lightning" or nobody ("plain").
-        timeout: Seconds after which every process is killed.
-        check: Whether an exit code other than 0 is an error.
         env: Variables to add.
-        cwd: The folder to run in.
-        fresh: Whether the first processes too begin as interpreters that have imported nothing.
-
-    Raises:
-        ScriptError: when time is up, with the stack of every process, or as `check` says.
+        **how: As `run_python` takes it.
     """
     with tempfile.TemporaryDirectory(prefix="script-") as folder:
         words = [str(_path_of(script, folder)), *map(str, args)]
         everybodys = {"NPROC": str(1 if launcher == "plain" else nproc), **(env or {})}
         commands, envs = [words], [everybodys]
         if launcher == "torchrun":
-            place = ["--master-addr=127.0.0.1", f"--master-port={free_port()}", f"--nnodes={nodes}"]
+            place = ["--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
             options = [f"--nproc-per-node={nproc}", f"--max-restarts={restarts}"]
-            options += ["--standalone"] if nodes == 1 else place
+            options += ["--standalone"] if nodes == 1 else [*place, f"--nnodes={nodes}"]
             run = ["-m", "torch.distributed.run", *options]
             commands = [[*run, f"--node-rank={node}", *words] for node in range(nodes)]
             envs = [everybodys] * nodes
         elif launcher == "srun":
-            port = {"MASTER_PORT": str(free_port())}
+            port = {"MASTER_PORT": str(_free_port())}
             commands = [words] * nproc
             envs = [{**everybodys, **slurm_variables(n, nproc), **port} for n in range(nproc)]
-        how: dict[str, Any] = {"timeout": timeout, "check": check, "cwd": cwd, "fresh": fresh}
         return run_python(*commands, env=envs, **how)
 
 
@@ -128,19 +118,10 @@ def run_here(script: str | Path, *args: object, cwd: str | Path) -> str:
 
 def slurm_variables(task: int, num_tasks: int) -> dict[str, str]:
     """Return what `srun` tells a task of a job on one node."""
-    variables = {
-        "JOB_ID": "4242",
-        "JOB_NAME": "train",
-        "NNODES": "1",
-        "NODEID": "0",
-        "NODELIST": "localhost",
-        "STEP_NODELIST": "localhost",
-        "NTASKS": str(num_tasks),
-        "NTASKS_PER_NODE": str(num_tasks),
-        "PROCID": str(task),
-        "LOCALID": str(task),
-    }
-    return {f"SLURM_{name}": value for name, value in variables.items()}
+    words = "JOB_ID=4242 JOB_NAME=train NNODES=1 NODEID=0 NODELIST=localhost"
+    words += f" STEP_NODELIST=localhost NTASKS={num_tasks} NTASKS_PER_NODE={num_tasks}"
+    words += f" PROCID={task} LOCALID={task}"
+    return {f"SLURM_{name}": value for name, _, value in (w.partition("=") for w in words.split())}
 
 
 def run_python(
@@ -155,7 +136,17 @@ def run_python(
 
     Interpreters that they have started are given some time to end too.
     With several commands the code is the first that is not 0, and outputs follow one another.
-    `env` has variables to add, for all commands or for each.
+
+    Args:
+        *commands: Command lines.
+        timeout: Seconds after which every process is killed.
+        check: Whether an exit code other than 0 is an error.
+        env: Variables to add, for all commands or for each.
+        cwd: The folder to run in.
+        fresh: Whether processes begin as interpreters that have imported nothing.
+
+    Raises:
+        ScriptError: when time is up, with the stack of every process, or as `check` says.
     """
     mark = uuid.uuid4().hex
     environment = {
@@ -173,46 +164,46 @@ def run_python(
         processes: list[Started] = []
         stack.callback(_kill, mark, processes)
         for number, (command, variables) in enumerate(zip(commands, own, strict=True)):
-            outputs = [
+            out, err = (
                 stack.enter_context((folder / f"{number}.{end}").open("wb"))
                 for end in ("out", "err")
-            ]
-            processes.append(_start(command, outputs, {**environment, **variables}, cwd, fresh))
-        in_time = _wait(processes, timeout)
+            )
+            start = _interpreter if fresh else _fork
+            processes.append(start(command, out, err, {**environment, **variables}, cwd))
+        in_time = _end(lambda: any(process.poll() is None for process in processes), timeout)
         if not in_time:  # each prints its stack; parents first: they must not end their children
             for pid in sorted(_tree(mark, processes)):
-                _signal([pid], signal.SIGABRT)
+                _signal(pid, signal.SIGABRT)
                 time.sleep(0.2)
-        deadline = time.monotonic() + REST_SECONDS
-        while _tree(mark, processes) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        codes = [process.poll() for process in processes]
-        code = next((code for code in codes if code), 0)
-        finished = Finished(code, _read(folder, "*.out"), _read(folder, "*.err"))
-    words = " ".join(commands[0])
-    if not in_time:
-        raise ScriptError(f"`python {words}` did not end within {timeout:g} s\n{finished.output}")
-    if check and finished.code:
-        raise ScriptError(f"`python {words}` ended with code {finished.code}\n{finished.output}")
+        _end(lambda: bool(_tree(mark, processes)), REST_SECONDS)
+        code = next((code for code in (each.poll() for each in processes) if code), 0)
+        stdout, stderr = (
+            "".join(path.read_text(errors="replace") for path in sorted(folder.glob(f"*.{end}")))
+            for end in ("out", "err")
+        )
+    finished = Finished(code, stdout, stderr)
+    if not in_time or (check and code):
+        how = f"with code {code}" if in_time else f"not within {timeout:g} s"
+        raise ScriptError(f"`python {' '.join(commands[0])}` ended {how}\n{finished.output}")
     return finished
 
 
-def _start(
-    command: Sequence[str],
-    outputs: Sequence[IO[bytes]],
-    environment: Mapping[str, str],
-    cwd: Path,
-    fresh: bool,
+def _interpreter(
+    command: Sequence[str], out: IO[bytes], err: IO[bytes], env: Mapping[str, str], cwd: Path
 ) -> Started:
-    """Start an interpreter with a command line, or a process that is as one but for its imports."""
-    out, err = outputs
-    if fresh:
-        how: Any = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": environment}
-        return subprocess.Popen([sys.executable, *command], cwd=cwd, stdout=out, stderr=err, **how)
+    """Start an interpreter with a command line."""
+    how: Any = {"stdin": subprocess.DEVNULL, "start_new_session": True, "env": env, "cwd": cwd}
+    return subprocess.Popen([sys.executable, *command], stdout=out, stderr=err, **how)
+
+
+def _fork(
+    command: Sequence[str], out: IO[bytes], err: IO[bytes], env: Mapping[str, str], cwd: Path
+) -> Started:
+    """Start a process that is as such an interpreter but for its imports."""
     here, there = Pipe()
     with here, there:
         what = (_be_python, list(command), err.name, cwd)
-        return server(0).start(*what, connection=there, output=out, environment=environment)
+        return server(0).start(*what, connection=there, output=out, environment=env)
 
 
 def _be_python(connection: Connection, command: list[str], errors: str, cwd: Path) -> None:
@@ -264,7 +255,7 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def free_port() -> int:
+def _free_port() -> int:
     """A port that nobody listens on right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -280,33 +271,26 @@ def _path_of(script: str | Path, folder: str) -> Path:
     return path
 
 
-def _read(folder: Path, pattern: str) -> str:
-    return "".join(path.read_text(errors="replace") for path in sorted(folder.glob(pattern)))
-
-
-def _wait(processes: list[Started], seconds: float) -> bool:
+def _end(is_running: Callable[[], bool], seconds: float) -> bool:
+    """Return whether something ends in time."""
     deadline = time.monotonic() + seconds
-    while any(process.poll() is None for process in processes):
-        if time.monotonic() > deadline:
-            return False
+    while (runs := is_running()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return True
+    return not runs
 
 
 def _kill(mark: str, processes: list[Started]) -> None:
-    _signal(_tree(mark, processes), signal.SIGKILL)
+    for pid in _tree(mark, processes):
+        _signal(pid, signal.SIGKILL)
     for process in processes:
         with contextlib.suppress(ProcessLookupError):  # those it has forked bear no mark
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
 
 
-def _signal(pids: Iterable[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _tree(mark: str, processes: list[Started]) -> set[int]:

@@ -51,22 +51,30 @@ def distance_in_ulps(value: Tensor, target: Tensor, dtype: torch.dtype | None = 
     return float((value - target).abs().max() / largest / torch.finfo(dtype).eps)
 
 
-def is_close(one: Any, other: Any, eps: float) -> bool:
-    """Return whether nested values differ by rounding only."""
-    if isinstance(other, Tensor):
-        if not isinstance(one, Tensor) or (one.dtype, one.shape) != (other.dtype, other.shape):
-            return False
-        one, other = (v.resolve_conj() if v.is_complex() else v.double() for v in (one, other))
-        return torch.allclose(one, other, rtol=eps, atol=eps / 10)
-    if isinstance(other, float):
-        return one == other or abs(one - other) <= eps / 10 + eps * abs(other)
-    if isinstance(other, dict):
-        return list(one) == list(other) and all(is_close(one[k], other[k], eps) for k in other)
-    if isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(
-            is_close(mine, its, eps) for mine, its in zip(one, other, strict=True)
-        )
-    return bool(one == other)
+def unequal(found: Any, expected: Any, eps: float, where: str = "") -> Iterator[str]:
+    """Say where nested values differ by more than rounding."""
+    if isinstance(expected, Tensor):
+        kinds = [(v.dtype, v.shape) if isinstance(v, Tensor) else () for v in (found, expected)]
+        is_same = kinds[0] == kinds[1]
+        if is_same:
+            values = (v.resolve_conj() if v.is_complex() else v.double() for v in (found, expected))
+            is_same = torch.allclose(*values, rtol=eps, atol=eps / 10)
+    elif isinstance(expected, float):
+        is_same = found == expected or abs(found - expected) <= eps / 10 + eps * abs(expected)
+    elif isinstance(expected, dict) and "dirpath" in expected:
+        return  # a ModelCheckpoint's: paths of another folder
+    elif isinstance(expected, dict) and isinstance(found, dict) and list(found) == list(expected):
+        for key, value in expected.items():
+            yield from unequal(found[key], value, eps, f"{where}/{key}")
+        return
+    elif isinstance(expected, list | tuple) and type(found) is type(expected):
+        is_same = len(found) == len(expected)
+        for number, (one, other) in enumerate(zip(found, expected, strict=False)):
+            yield from unequal(one, other, eps, f"{where}/{number}")
+    else:
+        is_same = bool(found == expected)
+    if not is_same:
+        yield f"{where} is {found!r:.1000}, not {expected!r:.1000}"
 
 
 def differences(
@@ -95,9 +103,8 @@ def differences(
     eps = max(1e-4, max(8, ulps) * torch.finfo(dtype).eps if dtype else 0.0)
     for what in ("losses", "notes", "saved"):
         mine, its = getattr(ours, what), getattr(theirs, what)
-        is_compared = what != "saved" or (mine and its)
-        if is_compared and not is_close(mine, its, eps):
-            yield f"{what} are {mine!r:.2000}, not {its!r:.2000}"
+        if what != "saved" or (mine and its):
+            yield from unequal(mine, its, eps, what)
     if ours.files != theirs.files:
         yield f"files are {ours.files}, not {theirs.files}"
 

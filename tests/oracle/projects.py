@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator
 from tests.oracle.models import Block, Blocks
-from tests.oracle.parity import require_same
 
 WAYS: dict[str, dict[str, bool]] = {
     "windows": {},
@@ -187,10 +186,3 @@ def fit(module: LightningModule, strategy: str | int | Strategy, **options: Any)
     trainer = make_trainer(strategy, **options)
     trainer.fit(module, *data)
     return Trace.of(module, trainer)
-
-
-def assert_like_ddp(runs: Sequence[dict[str | int, Trace]], **how: Any) -> None:
-    """Fail unless every stage leaves behind on every rank what DDP leaves behind there."""
-    for by_strategy in runs:
-        for run in by_strategy.values():
-            require_same(run, by_strategy["ddp"], **{"ulps": 16.0, **how})

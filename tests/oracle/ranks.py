@@ -38,16 +38,14 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 import pytest
@@ -55,7 +53,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm import watchdog
-from tests.oracle.forks import ROOT, Process, Server, server, without_pytest
+from tests.oracle.forks import ROOT, server, without_pytest
 
 START_SECONDS = 240.0
 MEET_SECONDS = 120.0
@@ -63,12 +61,15 @@ GRACE_SECONDS = 30.0
 SHOWN_CHARACTERS = 6000
 
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-"""A function and its arguments."""
-
-
 class RankError(Exception):
     """One or more ranks raised, died or did not answer in time."""
+
+
+class Answer(NamedTuple):
+    """What a rank returned, or a complaint in words."""
+
+    result: Any = None
+    complaint: str = ""
 
 
 # ---------------------------------------------------------------------------- the test's side
@@ -134,18 +135,21 @@ class Pool:
             RankError: when a rank raised, died or did not answer within `timeout` seconds.
             TypeError: when the ranks cannot import the function by its name.
         """
-        name = _importable_name(function)
+        function_ = getattr(function, "func", function)  # of a functools.partial
+        name = f"{function_.__module__}.{function_.__qualname__}"
+        if "<" in name:
+            raise TypeError(f"{name} is not at the top level of a module: ranks cannot import it")
         try:
             self._start()
             self._num_calls += 1
-            results = self._results(name, (function, args, kwargs), timeout)
+            results = self._results(name, timeout, function, *args, **kwargs)
             self._meet(f"{name} returned, but the ranks are out of step after it", MEET_SECONDS)
             for rank in self._ranks:
                 rank.process.send_signal(signal.SIGSTOP)
         except BaseException:  # an interrupt too leaves ranks in the middle of something
             self.kill()
             raise
-        return [pickle.loads(result) for result in results]
+        return results
 
     def answers(
         self, function: Callable[..., Any], *args: Any, timeout: float, but: int = -1
@@ -153,7 +157,7 @@ class Pool:
         """Return how the function ends on each rank, and end all; nobody waits for rank `but`."""
         try:
             self._start()
-            return self._ask((function, args, {}), timeout, but)
+            return self._ask(pickle.dumps((function, args, {})), timeout, but)
         finally:
             self.kill()
 
@@ -170,128 +174,107 @@ class Pool:
         if self._ranks:
             return
         self._folder = tempfile.TemporaryDirectory(prefix=f"ranks-{self.world_size}-")
-        folder = Path(self._folder.name)
-        # Neighbours come from different servers (forks.py says why), which import side by side.
-        servers = [server(index % 2) for index in range(self.world_size)]
+        for number in (0, 1):
+            server(number)  # they import side by side
         for index in range(self.world_size):
-            self._ranks.append(Rank.start(servers[index], index, self.world_size, folder))
+            self._ranks.append(Rank(index, self.world_size, Path(self._folder.name)))
         self._meet("the ranks could not be started", START_SECONDS)
 
     def _meet(self, complaint: str, timeout: float) -> None:
-        self._results(complaint, (_meet, (self._num_calls + 1,), {}), timeout)
+        self._results(complaint, timeout, _meet, self._num_calls + 1)
 
-    def _results(self, name: str, call: Call, timeout: float) -> list[bytes]:
-        answers = self._ask(call, timeout)
-        if not all(answer.good for answer in answers.values()):
-            raise RankError(self._report(name, answers))
-        return [answers[index].result for index in range(self.world_size)]
-
-    def _ask(self, call: Call, timeout: float, but: int = -1) -> dict[int, Answer]:
-        request = pickle.dumps(call)
-        for rank in self._ranks:
-            rank.send(request)
-        answers: dict[int, Answer] = {}
-        waiting = [rank for rank in self._ranks if rank.index != but]
-        deadline = time.monotonic() + timeout
-        reason = f"no answer within {timeout:g} s"
-        while waiting and time.monotonic() < deadline:
-            for rank in _ready(waiting):
-                answer = answers[rank.index] = rank.answer()
-                waiting.remove(rank)
-                failed_at = time.monotonic() + self.grace
-                if not answer.good and failed_at < deadline:
-                    deadline = failed_at
-                    reason = f"no answer within {self.grace:g} s of the first failure"
-        for rank in waiting:
-            answers[rank.index] = Answer(False, f"hangs: {reason}. It is here:\n{rank.stack()}")
-        return answers
-
-    def _report(self, name: str, answers: dict[int, Answer]) -> str:
-        failed = {index: a.complaint for index, a in sorted(answers.items()) if not a.good}
+    def _results(
+        self, name: str, timeout: float, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        answers = self._ask(pickle.dumps((function, args, kwargs)), timeout)
+        failed = {index: a.complaint for index, a in sorted(answers.items()) if a.complaint}
+        if not failed:
+            return [answers[index].result for index in range(self.world_size)]
         lines = [f"{name}: {_these(failed)} of {self.world_size} failed"]
         for text in dict.fromkeys(failed.values()):
             lines += [f"--- {_these(i for i in failed if failed[i] == text)} {text.rstrip()}"]
         for rank in self._ranks:
             if output := rank.output():
                 lines += [f"--- rank {rank.index} printed\n{output.rstrip()}"]
-        return "\n".join(lines)
+        raise RankError("\n".join(lines))
+
+    def _ask(self, request: bytes, timeout: float, but: int = -1) -> dict[int, Answer]:
+        for rank in self._ranks:
+            rank.send(request)
+        answers: dict[int, Answer] = {}
+        waiting = {rank.connection: rank for rank in self._ranks if rank.index != but}
+        deadline = time.monotonic() + timeout
+        reason = f"no answer within {timeout:g} s"
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for ready in wait([*waiting], left):
+                rank = waiting.pop(ready)  # type: ignore[arg-type]
+                answers[rank.index] = rank.answer()
+                failed_at = time.monotonic() + self.grace
+                if answers[rank.index].complaint and failed_at < deadline:
+                    deadline = failed_at
+                    reason = f"no answer within {self.grace:g} s of the first failure"
+        for rank in waiting.values():
+            told = f"hangs: {reason}. It is here:\n{rank.stack()}"
+            answers[rank.index] = Answer(complaint=told)
+        return answers
 
 
-@dataclass
-class Answer:
-    """The answer of a rank: a pickled result, or a complaint in words."""
-
-    good: bool
-    complaint: str = ""
-    result: bytes = b""
-
-
-@dataclass
 class Rank:
-    """The test's end of one rank process."""
+    """The test's end of one rank process, whose first answer comes when it has joined the others.
 
-    index: int
-    process: Process
-    connection: Connection
-    log: Path
-    stacks: Path
-    log_start: int = 0
+    Neighbours come from different servers (forks.py says why).
+    """
 
-    @classmethod
-    def start(cls, server: Server, index: int, world_size: int, folder: Path) -> Rank:
-        """Start the process; its first answer comes when it has joined the others."""
-        here, there = Pipe()
-        log = folder / f"rank{index}.log"
-        with log.open("wb") as output, there:
-            process = server.start(
+    def __init__(self, index: int, world_size: int, folder: Path) -> None:
+        self.index = index
+        self._log, self._stacks = folder / f"rank{index}.log", folder / f"rank{index}.stacks"
+        self._log_start = 0
+        self._stacks.touch()
+        self.connection, there = Pipe()
+        with self._log.open("wb") as output, there:
+            self.process = server(index % 2).start(
                 be_rank,
-                *(index, world_size, folder),
+                *(index, world_size, folder, self._stacks),
                 connection=there,
                 output=output,
                 environment=_environment(index, world_size),
             )
-        return cls(index, process, here, log, _stack_file(folder, index))
 
     def send(self, request: bytes) -> None:
         """Hand over a pickled (function, args, kwargs)."""
-        self.log_start = self.log.stat().st_size
+        self._log_start = self._log.stat().st_size
         with contextlib.suppress(OSError):  # a dead rank is reported by `answer`
             self.process.send_signal(signal.SIGCONT)
             self.connection.send_bytes(request)
 
-    def has_answer(self) -> bool:
-        """Return whether `answer` would return at once."""
-        return self.connection.poll() or self.process.poll() is not None
-
     def answer(self) -> Answer:
         """The answer, or how the process died."""
         try:
-            return Answer(*pickle.loads(self.connection.recv_bytes()))
+            return Answer(*self.connection.recv())
         except (EOFError, OSError):
-            code = self.process.wait(timeout=GRACE_SECONDS)
+            code = self.process.wait(timeout=GRACE_SECONDS) or 0
             ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return Answer(False, f"died with {ending}")
+            return Answer(complaint=f"died with {ending}")
 
     def stack(self) -> str:
         """Return where the process is right now, innermost call first."""
-        before = self.stacks.stat().st_size if self.stacks.exists() else 0
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGUSR1)
+        before = self._stacks.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
         text, deadline = "", time.monotonic() + 2.0
         while time.monotonic() < deadline:
             time.sleep(0.05)
-            now = self.stacks.read_text()[before:] if self.stacks.exists() else ""
+            now = self._stacks.read_text()[before:]
             if now and now == text:
                 break
             text = now
-        threads = [t for t in text.split("\n\n") if "in _live_as_long_as_the_test" not in t]
         # below this frame lies the pool itself, the same for every test
+        threads = text.split("\n\n")
         return "\n\n".join(re.sub(r"\n.* in _answer\n(.|\n)*", "", t) for t in threads)
 
     def output(self) -> str:
         """Return what the process printed since the last request."""
-        with self.log.open("rb") as file:
-            file.seek(self.log_start)
+        with self._log.open("rb") as file:
+            file.seek(self._log_start)
             return file.read().decode(errors="replace")[-SHOWN_CHARACTERS:]
 
     def kill(self) -> None:
@@ -300,21 +283,6 @@ class Rank:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self.connection.close()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-
-
-def _ready(waiting: list[Rank]) -> list[Rank]:
-    wait([rank.connection for rank in waiting], timeout=0.2)
-    return [rank for rank in waiting if rank.has_answer()]
-
-
-def _importable_name(function: Callable[..., Any]) -> str:
-    function = getattr(function, "func", function)  # a functools.partial
-    name = f"{function.__module__}.{function.__qualname__}"
-    if "<" in name:
-        raise TypeError(f"{name} is not at the top level of a module: the ranks cannot import it")
-    return name
 
 
 def _these(indices: Iterable[int]) -> str:
@@ -345,22 +313,20 @@ def loopback() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _stack_file(folder: Path, index: int) -> Path:
-    return folder / f"rank{index}.stacks"
-
-
 # ---------------------------------------------------------------------------- the rank's side
 
 
-def be_rank(connection: Connection, index: int, world_size: int, folder: Path) -> NoReturn:
+def be_rank(
+    connection: Connection, index: int, world_size: int, folder: Path, stacks: Path
+) -> NoReturn:
     """Be a rank until the test process goes away."""
-    threading.Thread(target=_live_as_long_as_the_test, daemon=True).start()
     faulthandler.enable()
-    stacks = _stack_file(folder, index).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=_NEVER)
+    # The pool's own time limits come first and say more.
+    how: Any = {"rank": index, "world_size": world_size, "timeout": timedelta(hours=1)}
+    dist.init_process_group("gloo", store=store, **how)
     # pytest around the loop gives its assertion messages and the project's warning filters
     options = ["-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-s"]
     options += ["-o", "addopts=", "--noconftest"]
@@ -387,28 +353,21 @@ class _Serve:
             self.connection.send_bytes(_answer(request))
 
 
-_NEVER = timedelta(hours=1)  # the pool's own time limits come first and say more
-
-
 def _answer(request: bytes) -> bytes:
     try:
         function, args, kwargs = pickle.loads(request)
-        _seed()
-        answer = (True, "", pickle.dumps(function(*args, **kwargs)))
+        random.seed(0)
+        # For other devices torch keeps the stack of each call, as text, until they are first used.
+        torch.default_generator.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        answer = pickle.dumps((function(*args, **kwargs), ""))
     except BaseException as error:  # SystemExit and pytest's outcomes are answers too
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))
-        answer = (False, f"raised\n{text}", b"")
+        answer = pickle.dumps((None, f"raised\n{text}"))
     sys.stdout.flush()
     sys.stderr.flush()
-    return pickle.dumps(answer)
-
-
-def _seed() -> None:
-    random.seed(0)
-    # For other devices torch keeps the stack of each call, as text, until they are first used.
-    torch.default_generator.manual_seed(0)
-    torch.set_default_dtype(torch.float32)
+    return answer
 
 
 def _meet(number: int) -> None:
@@ -417,8 +376,3 @@ def _meet(number: int) -> None:
     dist.all_reduce(total)
     if total.item() != number * dist.get_world_size():
         raise RuntimeError("this rank's collective met another collective of the other ranks")
-
-
-def _live_as_long_as_the_test() -> None:
-    os.read(0, 1)
-    os._exit(1)

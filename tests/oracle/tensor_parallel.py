@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -17,45 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-WORDS, WIDTH, HEADS, LENGTH = 24, 16, 4, 8
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.key = nn.Linear(WIDTH, WIDTH, bias=False)  # whose gradient would be rounding errors
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def attend(self, x: Tensor) -> Tensor:
-        parts = (one(x) for one in (self.query, self.key, self.value))
-        # A rank has some of the heads.
-        heads = [part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in parts]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attend(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.embed, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.scale = nn.Parameter(torch.full((), 1.5))
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.embed(text) + self.places(torch.arange(LENGTH).expand_as(text))
-        for block in self.blocks:
-            x = block(self.drop(x))
-        return self.head(self.norm(x)) * self.scale
+from tests.oracle.models import GPT
 
 
 def parallelize(net: GPT, mesh: Any, *, by_sequence: bool, with_head: bool = True) -> None:
@@ -110,5 +72,5 @@ class Model(LightningModule):
 
 def loader(num_rows: int = 40) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
-    text = torch.randint(WORDS, (num_rows, LENGTH + 1), generator=generator)
+    text = torch.randint(GPT.words, (num_rows, GPT.length + 1), generator=generator)
     return DataLoader(TensorDataset(text), batch_size=2)

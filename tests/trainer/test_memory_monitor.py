@@ -9,59 +9,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_zero import MemoryMonitor, estimate
 from lightning_zero.plan import Settings
 from lightning_zero.trainer.memory_monitor import POINTS, allocated_on
-from tests.oracle.models import Transformer, next_token_loss, tokens
-from tests.oracle.projects import make_strategy, make_trainer
-
-
-class Project(LightningModule):
-    """A user's module around a small Transformer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Transformer()
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = next_token_loss(self.net, batch)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", next_token_loss(self.net, batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters())
-
-
-def is_block(module: nn.Module) -> bool:
-    return type(module).__name__ == "TransformerBlock"
-
-
-def fit(folder: str, strategy: Any) -> tuple[MemoryMonitor, list[dict[str, str]]]:
-    """Two epochs of four batches; returns the monitor and the lines that were logged."""
-    monitor, logger = MemoryMonitor(report=folder), CSVLogger(folder)
-    trainer = make_trainer(
-        make_strategy(strategy, units=is_block), precision="bf16-mixed" if strategy == 3 else None,
-        logger=logger, max_epochs=2, callbacks=[monitor], num_sanity_val_steps=1,
-    )  # fmt: skip
-    data = [tokens(13, 6)(4, seed) for seed in range(4 * dist.get_world_size())]
-    train, validate = (DataLoader(each, batch_size=None) for each in (data, data[:2]))
-    trainer.fit(Project(), train, validate)
-    trainer.strategy.barrier()  # rank 0 has written
-    with next(Path(folder).glob("**/metrics.csv")).open() as file:
-        return monitor, list(csv.DictReader(file))
+from tests.oracle.models import Block
+from tests.oracle.projects import Regression, make_trainer, rows
 
 
 def run(folder: str, strategy: str | int) -> Any:
-    monitor, lines = fit(folder, strategy)
-    return monitor.measured, monitor.text(dist.get_world_size()), lines
+    """Two epochs; returns what was measured, the table and the lines that were logged."""
+    monitor, logger = MemoryMonitor(report=folder), CSVLogger(folder)
+    options: dict[str, Any] = {"logger": logger, "max_epochs": 2, "callbacks": [monitor]}
+    precision = "bf16-mixed" if strategy == 3 else None
+    trainer = make_trainer(strategy, precision=precision, num_sanity_val_steps=1, **options)
+    trainer.fit(Regression(), rows(), rows(4))
+    trainer.strategy.barrier()  # rank 0 has written
+    with next(Path(folder).glob("**/metrics.csv")).open() as file:
+        return monitor.measured, monitor.text(dist.get_world_size()), list(csv.DictReader(file))
 
 
 def test_measured_is_predicted_logged_and_reported(ranks: Any, tmp_path: Path) -> None:
@@ -69,16 +35,16 @@ def test_measured_is_predicted_logged_and_reported(ranks: Any, tmp_path: Path) -
     assert list(measured) == list(POINTS)
     assert others == measured
     how: dict[str, Any] = {"world_size": 2, "precision": "bf16-mixed"}
-    settings = Settings(3, units=is_block)
-    predicted = [estimate(Project(), settings, rank=rank, **how).resting for rank in range(2)]
+    settings = Settings(3, units={Block})
+    predicted = [estimate(Regression(), settings, rank=rank, **how).resting for rank in range(2)]
     for kind in ("weights", "gradients", "master", "states", "buffers"):
         assert measured["step"][kind] == max(one[kind] for one in predicted), kind
     assert measured["step"]["gathered"] == 0 < measured["forward"]["gathered"]
     assert {"memory/backward/gradients", "memory/validation/weights"} <= lines[0].keys()
     assert sum(bool(line["memory/setup/weights"]) for line in lines) == 2, "once in each epoch"
-    rows = text.splitlines()
-    assert rows[1].split() == ["setup", "forward", "backward", "step", "validation"]
-    names = {row.split()[0] for row in rows[2:]}
+    _, head, *table = text.splitlines()
+    assert head.split() == ["setup", "forward", "backward", "step", "validation"]
+    names = {row.split()[0] for row in table}
     assert names >= {"weights", "states", "total", "change", "resident"}
     facts = json.loads((tmp_path / "memory.json").read_text())
     assert facts["measured"]["step"]["states"] > 0
@@ -86,7 +52,7 @@ def test_measured_is_predicted_logged_and_reported(ranks: Any, tmp_path: Path) -
 
 def test_other_strategies_are_counted(ranks: Any, tmp_path: Path) -> None:
     measured, *_ = ranks(2).run(run, str(tmp_path), "ddp")[0]
-    numel = sum(parameter.numel() for parameter in Transformer().parameters())
+    numel = sum(parameter.numel() for parameter in Regression().parameters())
     assert measured["step"]["weights"] == 4 * numel
     assert measured["backward"]["gradients"] == 4 * numel
     assert measured["step"]["states"] >= 8 * numel

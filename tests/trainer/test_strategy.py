@@ -1,24 +1,24 @@
-"""What ZeROStrategy does besides training: messages, profiles, its end."""
+"""What ZeROStrategy does besides training, its end, and what it rounds on purpose."""
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_zero import ZeROStrategy, estimate
+from tests.oracle import by_trainer
 from tests.oracle.messages import messages
-from tests.oracle.projects import (
-    Regression,
-    fit,
-    make_strategy,
-    make_trainer,
-    rows,
-)
+from tests.oracle.models import MODELS
+from tests.oracle.projects import Regression, fit, make_strategy, make_trainer, rows
 from tests.oracle.ranks import Pools
 
 
@@ -143,3 +143,72 @@ def test_profilers_show_our_verbs(ranks: Pools) -> None:
     units = ["root", *(f"net.blocks.{number}" for number in range(3))]
     for recorded in ranks(2).run(_profiled):
         assert recorded >= {f"zero.{verb} {unit}" for verb in verbs for unit in units}
+
+
+# ---------------------------------------------------------------------------- rounded on purpose
+
+CODED: dict[str, Any] = {"gather_bits": 8, "reduce_bits": 8}
+ROUNDED: dict[str, Any] = {"stochastic_rounding": True}
+
+
+def _observe(folder: str, path: str | None = None, precision: Any = None, **how: Any) -> Any:
+    """Six steps, of which `<folder>/mid.ckpt` has three, or those after another file."""
+    module, strategy = by_trainer.model(), ZeROStrategy(**how)
+    options: dict[str, Any] = {"max_steps": 6, "precision": precision}
+    options["callbacks"] = [] if path else [by_trainer.Stop(f"{folder}/mid.ckpt", 3)]
+    trainer = by_trainer.make_trainer(dist.get_world_size(), strategy, folder, **options)
+    trainer.fit(module, by_trainer.Rows(), ckpt_path=path)
+    sent: Counter[str] = Counter()
+    for (_, verb), of_unit in strategy.traffic.items():
+        sent[verb] += of_unit.bytes
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    return {"losses": module.losses, "weights": weights, "sent": sent}
+
+
+def test_a_trainer_sends_a_quarter_and_resumes(ranks: Pools, tmp_path: Path) -> None:
+    plain = ranks(2).run(_observe, str(tmp_path / "plain"))[0]
+    coded = ranks(2).run(_observe, str(tmp_path / "coded"), **CODED)
+    for one in coded:
+        assert one["sent"] == {verb: sent * 17 // 64 for verb, sent in plain["sent"].items()}
+        assert one["losses"] == pytest.approx(plain["losses"], rel=0.02)
+        assert one["losses"] != plain["losses"]
+    # A file holds masters: either way reads the other's.
+    for written_by, bits in (("coded", {}), ("plain", CODED)):
+        path = str(tmp_path / written_by / "mid.ckpt")
+        resumed = ranks(2).run(_observe, str(tmp_path), path, **bits)[0]
+        assert resumed["losses"] == pytest.approx(plain["losses"][-3:], rel=0.02)
+
+
+def test_an_estimate_takes_bits() -> None:
+    build = MODELS["nested"].build
+    plain, coded = (estimate(build, ZeROStrategy(**how), world_size=4) for how in ({}, CODED))
+    assert coded.resting == plain.resting
+    # Codes are held only while they are on the way, and the peak here has none.
+    assert coded.most["gathered"] == plain.most["gathered"]
+    assert coded.most["unreduced"] <= plain.most["unreduced"]
+
+
+def test_a_run_in_bf16_goes_on_with_its_noise(ranks: Pools, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"precision": "bf16-true"}
+    paths = {kind: str(tmp_path / kind / "mid.ckpt") for kind in ("plain", "rounded")}
+    plain = ranks(2).run(_observe, str(tmp_path / "plain"), **how)[0]
+    whole = ranks(2).run(_observe, str(tmp_path / "rounded"), **how, **ROUNDED)
+    resumed = ranks(2).run(_observe, str(tmp_path), paths["rounded"], **how, **ROUNDED)
+    for one, other in zip(whole, resumed, strict=True):
+        assert one["losses"][3:] == other["losses"] != plain["losses"][3:]
+        for name, value in one["weights"].items():
+            assert value.dtype is torch.bfloat16
+            assert torch.equal(value, other["weights"][name])
+    files = [torch.load(path, weights_only=True)["optimizer_states"][0] for path in paths.values()]
+    forms = [
+        [
+            (name, one.dtype, one.shape)
+            for part in file["state"].values()
+            for name, one in part.items()
+        ]
+        for file in files
+    ]
+    assert forms[0] == forms[1]
+    for written_by, bits in (("plain", ROUNDED), ("rounded", {})):
+        found = ranks(2).run(_observe, str(tmp_path), paths[written_by], **how, **bits)[0]
+        assert found["losses"] == pytest.approx(plain["losses"][3:], rel=0.05)

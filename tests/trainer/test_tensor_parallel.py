@@ -5,7 +5,6 @@ Its numbers and files are rows of `tests/cases/tensor_parallel.py`.
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import MemoryMonitor, ZeROStrategy, estimate
 from lightning_zero.comm import Sent
 from lightning_zero.plan import cut_of
-from tests.cases.tensor_parallel import Planned
 from tests.oracle.by_trainer import Stop, make_trainer
+from tests.oracle.models import GPT
+from tests.oracle.models import TransformerBlock as Block
 from tests.oracle.projects import Trace
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import padded
-from tests.oracle.tensor_parallel import GPT, Block, Model, loader, parallelize
+from tests.oracle.tensor_parallel import Model, loader, parallelize
 
 CUT: dict[str, Any] = {"tensor_parallel_size": 2, "min_num_params": 0}
 
@@ -208,33 +207,3 @@ def test_a_directory_of_model_parallel_strategy_is_resumed(ranks: Pools, tmp_pat
         assert losses == pytest.approx(resumed[rank // 2], rel=2e-5)
     for losses, expected in zip(ranks(2).run(_losses, folder, {}, path), resumed, strict=True):
         assert losses == pytest.approx(expected, rel=2e-5)
-
-
-# -- copies of models ------------------------------------------------------------------------------
-
-
-def _copied(folder: str) -> tuple[float, float, float]:
-    """Return a model's loss, that of its copy, and the copy's after a change of the model."""
-    model = Planned("Qwen3Moe")
-    text = torch.arange(16).view(2, 8) + 3
-    losses: list[float] = []
-
-    def compare() -> None:
-        copied = copy.deepcopy(model.net)
-        for net in (model.net, copied):
-            losses.append(net(input_ids=text, labels=text).loss.item())
-        with torch.no_grad():
-            for parameter in model.net.parameters():
-                parameter.zero_()
-        losses.append(copied(input_ids=text, labels=text).loss.item())
-
-    model.on_train_end = compare  # type: ignore[method-assign]
-    strategy = ZeROStrategy(stage=1, tensor_parallel_size=2)
-    trainer = make_trainer(2, strategy, Path(folder), max_steps=1)
-    trainer.fit(model, DataLoader(TensorDataset(text), batch_size=2))
-    return losses[0], losses[1], losses[2]
-
-
-def test_a_deep_copy_has_its_own_forward(ranks: Pools, tmp_path: Path) -> None:
-    for original, copied, later in ranks(2).run(_copied, str(tmp_path)):
-        assert original == copied == later
