@@ -8,17 +8,20 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, nn
 
+from lightning_zero import load_weights
 from tests.oracle.play import Player, case, widen
 from tests.oracle.projects import WIDTH, Regression, Trace, rows
 
@@ -302,6 +305,43 @@ def copies_of_earlier_weights(play: Player) -> Trace:
     trainer.strategy.barrier()
     files = [torch.load(path, weights_only=True) for path in paths]
     return Trace({}, notes=[[file["kept"], file["state_dict"]] for file in files])
+
+
+# -- where a run begins ----------------------------------------------------------------------------
+
+
+@case("checkpoints", settings=({}, {"checkpoint": "dcp"}), ulps=16)
+def best_and_last(play: Player) -> Trace:
+    data, module = (rows(), rows(8, seed=1)), Regression()
+    keep = ModelCheckpoint(play.folder, monitor="val_loss", save_last="link", every_n_epochs=1)
+    trainer = play.trainer(callbacks=[keep], enable_checkpointing=True, max_epochs=2)
+    trainer.fit(module, *data)
+    assert (play.folder / "last.ckpt").is_symlink()
+    found = [trainer.test(module, data[1], ckpt_path=w, verbose=False) for w in ("best", "last")]
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, *data, ckpt_path="last")
+    return play.trace(module, trainer, found)
+
+
+class Pretrained(Regression):
+    """Takes weights from a file when it is sharded."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_fit_start(self) -> None:
+        load_weights(self.net, self.path)
+
+
+@case("checkpoints", ulps=16)
+def pretrained(play: Player) -> Trace:
+    path = play.folder / "weights.pt"
+    weights = {name: value + 0.25 for name, value in Regression().net.state_dict().items()}
+    if play.rank == 0:
+        torch.save(weights, path)
+    dist.barrier()
+    return play.fit(Pretrained(path))
 
 
 # -- plugins: they are called as under DDP, and only Lightning's own are replaced by a faster way ---

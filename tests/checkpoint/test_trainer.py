@@ -9,25 +9,20 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_zero import ZeROStrategy, load_weights
+from lightning_zero import ZeROStrategy
 from lightning_zero.commands import convert
 from tests.oracle.by_trainer import (
-    NUM_ROWS,
     Model,
     Rows,
     Stop,
     assert_close,
     brief,
-    make_trainer,
     model,
     resume,
     train,
-    world,
 )
 from tests.oracle.checkpoints import ordered
-from tests.oracle.models import Tied
 from tests.oracle.ranks import Pools
 
 
@@ -90,35 +85,6 @@ def assert_same_file(path: Path, other: Path, *, is_folder: bool) -> None:
     assert_close(found, expected, path.name)
 
 
-def resume_by_word(folder: str, kind: Any) -> list[float]:
-    module, results = model(), []
-    keep = ModelCheckpoint(folder, monitor="val", save_last="link", every_n_epochs=1)
-    trainer = make_trainer(
-        world(),
-        ZeROStrategy(3, checkpoint=kind),
-        folder,
-        max_steps=-1,
-        max_epochs=2,
-        callbacks=keep,
-    )
-    trainer.fit(module, Rows(), Rows())
-    assert os.path.islink(f"{folder}/last.ckpt")
-    for word in ("best", "last"):
-        results.append(trainer.test(module, Rows(), ckpt_path=word, verbose=False)[0]["val"])
-    results.append(trainer.validate(module, Rows(), verbose=False)[0]["val"])
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, Rows(), Rows(), ckpt_path="last")
-    assert len(module.losses) == 3 * NUM_ROWS // 4
-    return results
-
-
-@pytest.mark.parametrize("kind", ["file", "dcp"])
-def test_best_and_last(ranks: Pools, tmp_path: Path, kind: str) -> None:
-    best, last, now = ranks(2).run(resume_by_word, str(tmp_path), kind)[0]
-    assert best == pytest.approx(now, rel=1e-5)
-    assert last == pytest.approx(now, rel=1e-5)
-
-
 # -- trust -----------------------------------------------------------------------------------------
 
 
@@ -175,42 +141,3 @@ def test_urls_and_weights_that_stay_at_rest(ranks: Pools, tmp_path: Path) -> Non
     assert_close(remote, found, "remote")
     assert_close(after["state_dict"], found["state_dict"], "after")
     assert_close(after["optimizer_states"], found["optimizer_states"], "after")
-
-
-class Pretrained(Model):
-    """Takes weights from a file when it is sharded, and keeps them."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(lr=0.0)
-        self.path = path
-
-    def on_fit_start(self) -> None:
-        load_weights(self.net, self.path)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_step == 2:
-            raise InterruptedError("all ranks stop here")
-
-
-def start_from_weights(folder: str) -> None:
-    """Load bare weights, train without a learning rate, and fail with a last checkpoint."""
-    torch.manual_seed(7)
-    module = Pretrained(f"{folder}/weights.pt")
-    keeper = OnExceptionCheckpoint(folder, "failed")
-    trainer = make_trainer(world(), ZeROStrategy(3), "/nowhere", callbacks=keeper)
-    with pytest.raises(InterruptedError):
-        trainer.fit(module, Rows())
-    again = model()
-    trainer = brief(ZeROStrategy(1), 4)
-    trainer.fit(again, Rows(), ckpt_path=f"{folder}/failed.ckpt")
-    assert len(again.losses) == 2
-
-
-def test_pretrained_weights_and_a_checkpoint_on_exception(ranks: Pools, tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    expected = Tied().state_dict()
-    torch.save(expected, tmp_path / "weights.pt")
-    ranks(2).run(start_from_weights, str(tmp_path))
-    saved = torch.load(tmp_path / "failed.ckpt", weights_only=True)
-    for name, value in expected.items():
-        assert torch.equal(saved["state_dict"][f"net.{name}"], value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,43 +142,3 @@ def test_a_wrong_scheduler_is_one_sentence(block: dict[str, Any], words: str) ->
     with pytest.raises(ValueError, match="scheduler") as caught:
         build()
     assert words in str(caught.value)
-
-
-TYPICAL = """{
-    "fp16": {"enabled": false},
-    "bf16": {"enabled": true},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": "auto"}
-    },
-    "scheduler": {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 4}
-    },
-    "zero_optimization": {
-        "stage": 3, "overlap_comm": true, "contiguous_gradients": true,
-        "sub_group_size": 1e9, "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": true
-    },
-    "gradient_accumulation_steps": 2, "gradient_clipping": 0.1,
-    "steps_per_print": 2000, "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
-}"""
-"""A whole file of the kind that the documentation of DeepSpeed's integrations shows."""
-
-
-def test_a_typical_file_is_read_with_one_warning(tmp_path: Path) -> None:
-    path = tmp_path / "ds_config.json"
-    path.write_text(TYPICAL)
-    config = Config.read(path)
-    assert config.arguments == {"stage": 3}
-    assert config.optimizer is not None
-    assert config.optimizer.kind is optim.AdamW
-    assert config.scheduler is not None
-    assert config.scheduler.name == "WarmupLR"
-    assert config.enabled == {"fp16": False, "bf16": True}
-    [warning] = config.warnings
-    assert "overlap_comm" not in warning
-    assert "steps_per_print" in warning
