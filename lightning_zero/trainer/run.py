@@ -1,6 +1,6 @@
 """The state that a strategy keeps for one call of the Trainer, and what lasts as long.
 
-That are the answers to signals, the ends of training data, and ``trainer.model.no_sync``.
+Those are adapted callbacks, answers to signals, ends of training data, and ``no_sync``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_zero.comm import Communicator, Control, SyncPoint
@@ -116,6 +122,60 @@ def facts_of(trainer: pl.Trainer, precision: ZeROPrecision) -> dict[str, dict[st
 def callbacks_of(trainer: pl.Trainer) -> list[Any]:
     """Return the Trainer's callbacks, an attribute that its type lacks."""
     return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
+
+
+# -- callbacks and loggers that need more than to read and write weights ---------------------------
+
+# They are used unmodified, so their methods are wrapped during a run. A finetuning callback that
+# looks for its parameters in an optimizer finds them in place of their pieces. Averages are whole
+# and rest where the callback keeps them, in host memory by default.
+
+try:
+    from lightning.pytorch.callbacks import WeightAveraging
+except ImportError:  # before Lightning 2.6
+    _AVERAGING: tuple[type[Callback], ...] = (StochasticWeightAveraging,)
+else:
+    _AVERAGING = (StochasticWeightAveraging, WeightAveraging)
+
+
+def adapt_callbacks(trainer: pl.Trainer, load_average: Callable[..., Any], *, is_cut: bool) -> Any:
+    """Adapt the Trainer's callbacks and loggers to a sharded module; return what undoes it.
+
+    ``load_average`` is called in place of an averaging callback's ``on_load_checkpoint``, with that
+    and its arguments. ``is_cut`` says whether tensor parallelism cuts the module.
+
+    Raises:
+        MisconfigurationException: One of them is a ``BatchSizeFinder``.
+        ValueError: One averages weights that are cut.
+    """
+    replaced = Replacements()
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, BatchSizeFinder):
+            raise MisconfigurationException(
+                "BatchSizeFinder does not work under ZeRO, as under DDP: a rank that runs out"
+                " of memory would leave the others waiting for it. Remove the callback;"
+                " lightning_zero.estimate(model, batch=...) predicts the memory of a batch of"
+                " any size without running it."
+            )
+        if isinstance(callback, _AVERAGING) and is_cut:
+            raise ValueError(
+                f"{type(callback).__name__} averages whole weights, which no rank has with"
+                " tensor_parallel_size > 1. Average the parameters in a hook of your own."
+            )
+        # An average also loads weights into the module, which the strategy would overwrite.
+        if isinstance(callback, _AVERAGING[1:]):
+            replaced.wrap(callback, "on_load_checkpoint", load_average)
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger) and internals.draws_graphs(logger):
+            replaced.wrap(logger, "log_graph", _draw_nothing)
+    return replaced
+
+
+def _draw_nothing(*_: Any, **__: Any) -> None:
+    rank_zero_warn(
+        "TensorBoardLogger(log_graph=True) draws nothing under ZeRO, because it runs the module on"
+        " one rank. Call logger.log_graph(module) before the Trainer runs."
+    )
 
 
 # -- signals to requeue the job (SLURM) and to end it ----------------------------------------------

@@ -55,10 +55,9 @@ from lightning_zero.plan import (
     refuses_others,
 )
 from lightning_zero.trainer import deepspeed_config, internals
-from lightning_zero.trainer.callbacks import adapt_callbacks, refuse_averages
 from lightning_zero.trainer.internals import StoredPath, SubprocessLauncher, unwrapped
 from lightning_zero.trainer.precision import ZeROPrecision
-from lightning_zero.trainer.run import NoSync, Run, SameLength, Signals, callbacks_of, facts_of
+from lightning_zero.trainer.run import NoSync, Run, SameLength, Signals, adapt_callbacks, facts_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -240,7 +239,8 @@ class ZeROStrategy(Sharding, DDPStrategy):
             internals.set_device_mesh(self._module, mesh)
         trainer = internals.trainer_of(self._module)
         if trainer is not None:
-            adapted = adapt_callbacks(callbacks_of(trainer), trainer.loggers, self._load_average)
+            is_cut = comm.mesh.tensor is not None
+            adapted = adapt_callbacks(trainer, self._load_average, is_cut=is_cut)
             self._run.stand_ins.callback(adapted.remove)
 
     @override
@@ -255,7 +255,6 @@ class ZeROStrategy(Sharding, DDPStrategy):
             scaler = self.precision_plugin.scaler
             deepspeed_config.apply(self.config, trainer, module, scaler)
         if run.comm.mesh.tensor is not None:
-            refuse_averages(callbacks_of(trainer))
             self._make_local(module)
             run.stand_ins.callback(count_once, module, 1)
         if is_fitting and self._layer_sync:
