@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -53,7 +56,10 @@ class Named(Large):
 
 
 def in_small_batches(play: Player) -> Trace:
-    with mock.patch.object(staging, "_BATCH_BYTES", 1):
+    """Half of the cases run where files take no direct requests."""
+    refuse = mock.patch.object(fcntl, "fcntl", side_effect=OSError(errno.EINVAL, "Invalid"))
+    small = mock.patch.object(staging, "_BATCH_BYTES", 1)
+    with small, refuse if play.case.number % 2 else nullcontext():
         return by_trainer(play)
 
 
@@ -72,6 +78,22 @@ for number, make in enumerate([*OWN, pytorch_optimizer.AggMo, *torchs()]):
          data=lambda: (rows(32),), accumulate_grad_batches=2, gradient_clip_val=0.3, max_steps=4)  # fmt: skip
 
 
+def changed(m: Any, *_: Any) -> None:
+    """Change states in place, by others, by other memory, and by those of another parameter."""
+    named, name = dict(m.named_parameters()), "momentum_buffer"
+    states = {key: own(m).state[named[key]] for key in named if named[key].requires_grad}
+    first, second, third, *_ = states.values()
+    first[name].mul_(0.5)
+    second[name] = second[name] * 0.25
+    third[name].data = third[name] * 0.75
+    one, other = (states[f"net.blocks.{number}.linear.weight"] for number in (0, 2))
+    one[name], other[name] = other[name].clone(), one[name].clone()
+
+
+for number in range(2):
+    case("optimizers", lambda: Named(partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True)), f"changed_states_{number}",
+         loop=in_small_batches, stages=(3 - number,), settings=(FILES if number == 0 else {"offload_optimizer": "nvme"},),
+         max_steps=4, moments={"on_train_batch_end": changed}, ulps=8)  # fmt: skip
 STATES, WEIGHTS = {"offload_optimizer": "nvme"}, {"offload_weights": "nvme"}
 case("optimizers", Regression, "in_files_in_part", stages=(3, 3, 1), settings=(STATES, WEIGHTS, STATES), rests=True, ulps=16)  # fmt: skip
 

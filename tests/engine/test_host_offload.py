@@ -1,4 +1,4 @@
-"""Offload to a host beside the device: what crosses, and the order of copies, edits and steps.
+"""Offload to a host beside the device: the order of copies, edits and steps.
 
 The device is that of `tests/oracle/device.py`; `test_device_paths.py` has whole ways to train.
 """
@@ -16,18 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
-from lightning_zero.comm import sum_of
 from lightning_zero.engine import ActivationOffload, Engine
 from lightning_zero.optimizer import clip
 from lightning_zero.plan import Offload, Settings
 from lightning_zero.tensors import HostCopies
 from tests.oracle.device import beside_the_host
-from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import adopted, sgd
 
 STEPS, MICRO = 3, 2
-CASE = MODELS["transformer"]
 
 
 def linears(*, is_frozen: bool = False, **settings: Any) -> tuple[Any, Engine, Optimizer]:
@@ -47,40 +43,6 @@ def backward(module: nn.Module, number: float) -> None:
 
 def require_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], what: Any) -> None:
     assert [name for name, x in actual.items() if not torch.equal(x, expected[name])] == [], what
-
-
-# ---------------------------------------------------------------------------- what crosses
-
-
-def crossed(stage: int, medium: str, folder: str) -> None:
-    """What copies move in a step: a shard for each gather and each reduction."""
-    with beside_the_host() as memories:
-        how = {"offload": Offload.of_stage(stage, medium), "offload_path": folder}
-        engine, optimizer = adopted(CASE.build(), sgd, stage=stage, **how)
-        for step in range(STEPS):
-            memories.crossed.clear()
-            for _ in range(MICRO):
-                CASE.loss(engine.module, CASE.batch(4, step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        moved, sent, held = dict(memories.crossed), engine.comm.traffic, engine.sharded.memory()
-        engine.close()
-    assert held["master"] == held["states"] == held["gradients"] == 0
-    assert (held["weights"] > 0) == (stage < 3)
-    assert held["host states" if medium == "cpu" else "disk states"] > 0
-    assert {way: sum_of(sent, way).bytes for way in moved} == moved
-    # With two ranks each sends its shard once.
-    up, down = (
-        sum(of_unit.bytes for (_, verb), of_unit in sent.items() if verb == one)
-        for one in ("gather", "reduce")
-    )
-    # From the second microbatch on what rests comes up, to be added to.
-    assert moved == {"up": up + down * (MICRO - 1) // MICRO, "down": down}
-
-
-def test_what_crosses_is_the_formulas(ranks: Pools, tmp_path: Any) -> None:
-    for stage, medium in ((2, "cpu"), (3, "cpu"), (3, "nvme")):
-        ranks(2).run(crossed, stage, medium, str(tmp_path))
 
 
 # ---------------------------------------------------------------------------- as without offload

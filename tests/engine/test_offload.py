@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import fcntl
 import os
 import resource
 import time
@@ -23,18 +21,14 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint import module_state, optimizer_state
 from lightning_zero.comm import StepTimes
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import kept_states, staging, stepper_of
+from lightning_zero.optimizer import kept_states, staging
 from lightning_zero.plan import Offload
-from lightning_zero.tensors import NUM_BUFFERS, Scratch
+from lightning_zero.tensors import Scratch
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import adamw, adopted, is_in_file, shard
 
 CASE = MODELS["transformer"]
-
-
-def momentum(model: nn.Module) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, fused=True)
 
 
 def offload(stage: int, folder: str) -> dict[str, Any]:
@@ -75,56 +69,6 @@ def test_a_step_that_lacks_memory_may_be_taken_again(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------- staging
-
-
-@contextlib.contextmanager
-def requests(*, are_direct: bool) -> Iterator[None]:
-    refuse = mock.patch.object(fcntl, "fcntl", side_effect=OSError(errno.EINVAL, "Invalid"))
-    with contextlib.nullcontext() if are_direct else refuse:
-        yield
-
-
-def change(engine: Engine, optimizer: Optimizer) -> None:
-    """Change states in place, by others, by other memory, and by those of another batch."""
-    last: dict[int, dict[str, Any]] = {}
-    held = [p for p in engine.sharded.pieces if p.range.numel and p in optimizer.state]
-    for number, piece in enumerate(held):
-        state, name = optimizer.state[piece], "momentum_buffer"
-        if number % 4 == 0:
-            state[name].mul_(0.5)
-        elif number % 4 == 1:
-            state[name] = state[name] * 0.25
-        elif number % 4 == 2:
-            state[name].data = state[name] * 0.75
-        elif (other := last.pop(piece.range.numel, None)) is not None:
-            state[name], other[name] = other[name], state[name]
-        else:
-            last[piece.range.numel] = state
-
-
-def in_small_batches(folder: str, are_direct: bool) -> None:
-    """More batches than buffers; what users make of states between steps counts."""
-    with mock.patch.object(staging, "_BATCH_BYTES", 1), requests(are_direct=are_direct):
-        found = []
-        for files in (offload(3, folder), {}):
-            engine, optimizer = adopted(CASE.build(), momentum, **files)
-            assert not files or len(stepper_of(optimizer).batches) > 2 * NUM_BUFFERS  # type: ignore[attr-defined]
-            for _ in range(2):
-                step(engine, optimizer)
-                change(engine, optimizer)
-            step(engine, optimizer)
-            if files:
-                assert all(is_in_file(one, folder) or not one.numel() for one in states(optimizer))
-            held = [optimizer.state[p] for p in engine.sharded.pieces if p in optimizer.state]
-            of_states = [state["momentum_buffer"].clone() for state in held]
-            engine.close()
-            found.append([*of_states, *(p.detach() for p in engine.module.parameters())])
-        assert all(map(torch.equal, *found))
-
-
-def test_small_batches_and_changed_states(ranks: Pools, tmp_path: Path) -> None:
-    for are_direct in (True, False):
-        ranks(2).run(in_small_batches, str(tmp_path), are_direct)
 
 
 def test_a_failing_disk_is_named_and_tears_the_step(tmp_path: Path) -> None:

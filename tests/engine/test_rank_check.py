@@ -16,7 +16,7 @@ from lightning_zero.engine import Engine, rank_check
 from lightning_zero.engine import engine as engine_module
 from lightning_zero.plan import Settings
 from tests.oracle.projects import WAYS
-from tests.oracle.ranks import Pools, errors_of
+from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU
 
 
@@ -144,49 +144,3 @@ def test_a_rank_that_differs_is_named_on_all_ranks(ranks: Pools) -> None:
     for name, (_, texts) in OTHERWISE.items():
         for text in texts:
             assert text.format(usual="ranks 0, 1", odd="rank 2") in first[name]
-
-
-# -- what one rank alone changes -------------------------------------------------------------------
-
-
-def change(kind: str, way: str, who: str) -> None:
-    """After a step the last rank, or each, changes something."""
-    is_odd = dist.get_rank() == dist.get_world_size() - 1
-    model = Model()
-    settings = Settings(stage=3, units=linears)
-    sharded = Engine(model, settings, Communicator(CPU, **WAYS[way]))
-    optimized = model.a if kind == "group" else model
-    optimizer = torch.optim.SGD(optimized.parameters(), lr=0.1, momentum=0.5)
-    sharded.adopt(optimizer)
-    for step in range(4):
-        if step == 2 and kind == "group":
-            lr = 0.5 if is_odd and who == "odd" else 0.25
-            optimizer.add_param_group({"params": list(model.b.parameters()), "lr": lr})
-        elif step == 2 and (is_odd or who == "all"):
-            if kind == "lr":
-                optimizer.param_groups[0]["lr"] *= 0.5
-            elif kind == "parameter":
-                model.a.bias.requires_grad_(False)
-            else:
-                model.get_submodule(kind).requires_grad_(False)
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-    sharded.close()
-
-
-CHANGES = {
-    ("lr", "windows"): "rank 1: Group 0 of optimizer 0: lr 0.05",
-    ("group", "windows"): "rank 1: Group 1 of optimizer 0: lr 0.5",
-    ("parameter", "backend"): "rank 1: Parameter 'a.bias': frozen",
-    ("a", "point to point"): "rank 1: Parameter 'a.weight': frozen",
-    ("b", "windows"): "rank 1: Parameter 'b.weight': frozen",
-}
-
-
-def test_what_one_rank_alone_changes_is_named(ranks: Pools) -> None:
-    errors = errors_of(*((change, *how, "odd") for how in CHANGES))
-    for (how, text), found in zip(CHANGES.items(), errors, strict=True):
-        assert "ranks 0, 1 of 2 failed" in found
-        assert found.count("RuntimeError: ") == found.count(text) > 0, found
-        ranks(2).run(change, *how, "all")
