@@ -13,7 +13,6 @@ keeps its part: so its values are those of a model that is not cut.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
@@ -27,10 +26,9 @@ from lightning_zero.parameters import (
     FlatParameters,
     Guarded,
     Owner,
-    memory_for_masters,
     ownership_of,
     put_values,
-    store_for,
+    stores_for,
     uncut,
 )
 from lightning_zero.plan import Settings, cut_of, set_cut, specify_units, whole_shape
@@ -56,20 +54,18 @@ def build_units(
         for child in reversed(list(module.modules()))
         for parameter in child._parameters.values()
     }
-    divided = {"num_shards": comm.mesh.shard.size, "num_copies": comm.mesh.replicate.size}
-    flats = [flat for spec in specs for flat in spec.flat_parameters]
+    groups = [group for spec in specs for group in spec.flat_parameters]
     if scratch is not None:
-        nbytes = sum(flat.bytes_in_files(**divided) for flat in flats)
+        sizes = comm.mesh.shard.size, comm.mesh.replicate.size
+        nbytes = sum(group.bytes_in_files(*sizes) for group in groups)
         require_room(scratch, nbytes, comm.control, "masters")
-    layouts = ((flat.layout(**divided), flat.plan) for flat in flats)
-    masters = memory_for_masters(layouts, comm, scratch)
-    make_store = functools.partial(store_for, comm=comm, scratch=scratch, memory=masters)
+    stores = stores_for(groups, comm, scratch)
     # An exception's traceback keeps this frame, which must not keep memory for later units.
-    with contextlib.closing(masters):
+    with contextlib.closing(stores):
         for index, spec in enumerate(specs):
-            groups = spec.flat_parameters
-            initializer.fill(holders[id(p)] for group in groups for _, p in group.named)
-            made = [FlatParameters(group, comm, owner, make_store) for group in groups]
+            own = [group.named for group in spec.flat_parameters]
+            initializer.fill(holders[id(p)] for named in own for _, p in named)
+            made = [FlatParameters(named, next(stores), owner) for named in own]
             yield (unit := Unit(spec.name, spec.module, made, index))
             if spec.name:
                 unit.weights.reshard()

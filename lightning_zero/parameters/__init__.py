@@ -33,4 +33,4 @@ from lightning_zero.parameters.local_form import (
     uncut,
 )
 from lightning_zero.parameters.piece import Piece
-from lightning_zero.parameters.stores import memory_for_masters, store_for
+from lightning_zero.parameters.stores import stores_for

@@ -8,13 +8,13 @@ views of whole masters that were gathered for reading or editing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_zero.comm import Communicator, Pending, Shards, SyncPoint
+from lightning_zero.comm import Pending, Shards, SyncPoint
 from lightning_zero.parameters.gradients import FlatGradients
 from lightning_zero.parameters.guarded import (
     Guarded,
@@ -28,7 +28,7 @@ from lightning_zero.parameters.guarded import (
 from lightning_zero.parameters.local_form import put_values
 from lightning_zero.parameters.piece import Piece
 from lightning_zero.parameters.stores import Buffer, Store
-from lightning_zero.plan import FlatSpec, cut_of
+from lightning_zero.plan import cut_of
 from lightning_zero.tensors import (
     Work,
     internals,
@@ -164,17 +164,16 @@ class FlatParameters:
     """The parameters of a unit that share a dtype and trainability, on their buffers.
 
     Args:
-        group: The parameters and their plan.
-        comm: The ranks.
+        named: The parameters.
+        store: Where they will rest.
         owner: Called when a use of the parameters needs it.
-        make_store: Makes the store from layout and plan.
 
     Attributes:
         parameters: The parameters on the module.
         trainable: Whether they required gradients when the group was made.
         layout: Where they lie in their buffers.
         plan: The homes of weights, gradients and masters.
-        store: Where they rest.
+        store: As given.
         weight: The buffer of whole weights.
         pieces: This rank's pieces of them.
         gradients: Their gradients.
@@ -187,24 +186,17 @@ class FlatParameters:
         is_recorded: Whether a graph has saved the weights, and its backward has not ended.
     """
 
-    def __init__(
-        self,
-        group: FlatSpec,
-        comm: Communicator,
-        owner: Owner,
-        make_store: Callable[..., Store],
-    ) -> None:
-        self.parameters = [parameter for _, parameter in group.named]
-        self.trainable, self.plan = group.trainable, group.plan
-        self.layout = group.layout(comm.mesh.shard.size, comm.mesh.replicate.size)
-        self.store = make_store(self.layout, self.plan)
+    def __init__(self, named: Sequence[tuple[str, Parameter]], store: Store, owner: Owner) -> None:
+        self.parameters = [parameter for _, parameter in named]
+        self.trainable = self.parameters[0].requires_grad
+        self.store, self.layout, self.plan = store, store.layout, store.plan
         self.weight = self.store.weights()
         self._load()
         with lasting_tensors():
             self.pieces = self._cut()
         self.gradients = FlatGradients(self.pieces, self.store)
         self.owner = owner
-        take(group.named, self, self.plan.master.dtype)
+        take(named, self, self.plan.master.dtype)
         self.classes = [
             (class_of(Guarded, type(parameter)), class_of(Readable, type(parameter)))
             for parameter in self.parameters

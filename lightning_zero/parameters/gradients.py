@@ -368,11 +368,10 @@ class FlatGradients:
         """Release whole averages that users have let go of."""
         if self.shows_own:
             return
-        for place in [
-            place for place, whole in self.lent.items() if not internals.is_shared(whole)
-        ]:
-            self.settle(place)
-            del self.lent[place]
+        for place, whole in [*self.lent.items()]:
+            if internals.num_references(whole.untyped_storage()) <= 2:  # it and that object
+                self.settle(place)
+                del self.lent[place]
 
     def settle(self, *places: int) -> None:
         """Write back whole gradients that users may have changed, of some parameters or all."""

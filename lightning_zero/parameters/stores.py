@@ -8,15 +8,16 @@ reduced gradients down; its callers see no difference.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.comm import Cargo, Codec, Communicator, Extent, Pending, Shards, weights_of
-from lightning_zero.plan import Layout, Medium, Plan
+from lightning_zero.plan import FlatSpec, Layout, Medium, Plan
 from lightning_zero.tensors import (
     LARGE_BYTES,
     Scratch,
@@ -94,7 +95,7 @@ class Buffer:
         return self.tensor.view(world_size, -1)[rank]
 
 
-def _extent_of(layout: Layout, plan: Plan, scratch: Scratch | None = None) -> Extent:
+def _extent_of(layout: Layout, plan: Plan, scratch: Scratch | None) -> Extent:
     """Return the memory for masters, or for whole weights if masters can be views of these."""
     if plan.rests_apart:
         files = scratch if plan.master.medium is Medium.DISK else None
@@ -113,34 +114,25 @@ class Store:
     4. :meth:`retire` at the end.
 
     Args:
-        scratch: The folder for what rests in files.
-        memory: Yields the memory for the masters next; allocated by this store if omitted.
-
-    Attributes:
         layout: Where the parameters lie.
         plan: The homes of weights, gradients and masters.
         comm: The ranks.
+        masters: Memory for masters, or for whole weights if masters can be views of these.
+
+    Attributes:
+        layout, plan, comm: As given.
         masters: This rank's shard of the masters, and those of peers that are read.
         gather: Makes shards whole, without loss.
         reduce: Sums gradients within a copy, and leaves this rank its shard.
         has_copies: Whether other ranks hold the same shard.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        plan: Plan,
-        comm: Communicator,
-        scratch: Scratch | None = None,
-        memory: Iterator[Shards] | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, plan: Plan, comm: Communicator, masters: Shards) -> None:
         self.layout, self.plan, self.comm = layout, plan, comm
-        self._scratch = scratch
         # The shard of weights, where it is kept besides its masters.
         self._weights: Tensor | None = None
         # Whole weights and masters share one storage if they rest in the same form.
         self._whole: Tensor | None = None
-        masters = self._allocated(memory)
         if not plan.rests_apart:
             self._whole, masters = masters.own, masters.sharded(comm.mesh.shard)
         self.gather = comm.transport.gather
@@ -164,11 +156,6 @@ class Store:
 
     def cast(self, unit: str) -> None:
         """Bring weights that rest apart from their masters up to date with these, after a step."""
-
-    def _allocated(self, memory: Iterator[Shards] | None) -> Shards:
-        """Return memory for masters, or for whole weights if masters can be views of these."""
-        extent = _extent_of(self.layout, self.plan, self._scratch)
-        return next(self.comm.transport.share([extent]) if memory is None else memory)
 
     def _rest(self, masters: Shards) -> None:
         """Let the masters rest here, from where they are gathered from now on."""
@@ -290,14 +277,6 @@ class HostStore(Store):
     """
 
     @override
-    def _allocated(self, memory: Iterator[Shards] | None) -> Shards:
-        # Not shared with peers, which get it from this rank's device.
-        extent = _extent_of(self.layout, self.plan, self._scratch)
-        in_memory = self.comm.host_copies.lasting_memory
-        allocate = in_memory if extent.scratch is None else extent.scratch.tensor
-        return Shards(allocate(self.layout.shard_numel, self.plan.master.dtype))
-
-    @override
     def _rest(self, masters: Shards) -> None:
         self.masters, self._weights = masters, None
         # The number of the change that they show, and the upload that may be under way.
@@ -401,25 +380,21 @@ def _reading(unit: str) -> str:
     return f"Reading the weights of {unit}"
 
 
-def store_for(
-    layout: Layout,
-    plan: Plan,
-    comm: Communicator,
-    scratch: Scratch | None = None,
-    memory: Iterator[Shards] | None = None,
-) -> Store:
-    """Return the store that a plan calls for.
-
-    Without offload to a device's host, ``memory`` yields the memory for the masters next, if given.
-    """
-    cls = HostStore if plan.rests_on_host else Store
-    return cls(layout, plan, comm, scratch, memory)
-
-
-def memory_for_masters(
-    layouts: Iterable[tuple[Layout, Plan]], comm: Communicator, scratch: Scratch | None = None
-) -> Generator[Shards, None, None]:
-    """Yield memory for the masters of several stores, in the order in which stores are made."""
-    return comm.transport.share(
+def stores_for(
+    groups: Iterable[FlatSpec], comm: Communicator, scratch: Scratch | None = None
+) -> Generator[Store, None, None]:
+    """Yield a store for each group of parameters, which is allocated when its turn comes."""
+    sizes = comm.mesh.shard.size, comm.mesh.replicate.size
+    layouts = [(group.layout(*sizes), group.plan) for group in groups]
+    shared = comm.transport.share(
         _extent_of(layout, plan, scratch) for layout, plan in layouts if not plan.rests_on_host
     )
+    with contextlib.closing(shared):
+        for layout, plan in layouts:
+            if not plan.rests_on_host:
+                yield Store(layout, plan, comm, next(shared))
+                continue
+            # Not shared with peers, which get it from this rank's device.
+            numel, dtype, files = _extent_of(layout, plan, scratch)
+            allocate = comm.host_copies.lasting_memory if files is None else files.tensor
+            yield HostStore(layout, plan, comm, Shards(allocate(numel, dtype)))

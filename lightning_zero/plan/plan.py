@@ -243,13 +243,14 @@ class Offload:
         """Return whether ``device`` is the host itself, and maps the files as its own memory."""
         return device.type == "cpu" and self.runs_on(device)
 
-    def of(self, plan: Plan, *, trainable: bool, on_host: bool = False) -> Plan:
-        """Return ``plan`` with other media; ``on_host`` if the device is the host itself.
+    def of(self, plan: Plan, *, trainable: bool) -> Plan:
+        """Return ``plan`` with other media.
 
         States rest with the masters, except that on the host itself sharded weights are gathered
         from the masters, which then rest on the weights' medium. Reduced gradients never rest in
         files: every microbatch adds to them, so they rest where the host reads them for a step.
         """
+        on_host = self.is_mapped(plan.master.device)
         weights, states = Medium(self.weights or "device"), Medium(self.optimizer or "device")
         masters = states if trainable else weights
         is_away = masters is not Medium.DEVICE

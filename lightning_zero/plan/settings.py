@@ -340,8 +340,7 @@ class Settings:
             Home(master, dtype, self.device),
         )
         if self.offload is not None:
-            is_mapped = self.offload.is_mapped(self.device)
-            plan = self.offload.of(plan, trainable=trainable, on_host=is_mapped)
+            plan = self.offload.of(plan, trainable=trainable)
         return replace(
             plan,
             # Weights that are the masters may not lose precision.

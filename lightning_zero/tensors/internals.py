@@ -130,11 +130,6 @@ def num_references(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Return whether other tensors share a tensor's storage."""
-    return num_references(tensor.untyped_storage()) > 2  # it and this storage object
-
-
 has_storage = torch._C._has_storage
 """False for sparse and functorch tensors, whose ``untyped_storage`` raises."""
 
