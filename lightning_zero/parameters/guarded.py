@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.parameters.gradients import SLOT, FlatGradients
-from lightning_zero.tensors import internals, properties, tensors_in
+from lightning_zero.tensors import internals, properties
 
 # -- owners ----------------------------------------------------------------------------------------
 
@@ -231,9 +231,7 @@ class Guarded(_Owned):
                 kwargs = {"dtype": ownership_of(cast(Parameter, args[0])).dtype, **kwargs}
         elif not _repeats_backward(func, (args, kwargs)):
             is_recorded = torch.is_grad_enabled() and func not in _UNRECORDED
-            is_recorded &= any(
-                one.requires_grad for one in tensors_in((args, kwargs), within_objects=False)
-            )
+            is_recorded &= any(one.requires_grad for one in _tensors_in((args, kwargs)))
             make_readable((args, kwargs), computes=is_recorded)
         with internals.as_plain_tensors():
             return func(*args, **kwargs)
@@ -323,7 +321,7 @@ def _repeats_backward(func: Any, value: Any) -> bool:
     with internals.as_plain_tensors():
         return all(
             one.untyped_storage().nbytes() >= one.nbytes
-            for one in tensors_in(value, within_objects=False)
+            for one in _tensors_in(value)
             if isinstance(one, Guarded) and isinstance(one, Tensor)
         )
 
@@ -331,7 +329,7 @@ def _repeats_backward(func: Any, value: Any) -> bool:
 def make_readable(value: Any, *, computes: bool = False) -> None:
     """Give the guarded parameters in ``value`` values together, so that none displaces another."""
     by_owner: dict[int, tuple[Owner, list[Parameter]]] = {}
-    for one in tensors_in(value, within_objects=False):
+    for one in _tensors_in(value):
         if isinstance(one, (Guarded, Readable)):
             owned = cast(Parameter, one)
             if isinstance(one, Guarded) or ownership_of(owned).group_of() is not None:
@@ -363,6 +361,15 @@ def unfollowed(what: str) -> RuntimeError:
         " 1 or 2, or transform a copy.deepcopy of the module made within"
         " `with lightning_zero.gathered(module):`"
     )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    # Not `tensors_in`: torch's compiler traces this.
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item)
 
 
 @contextlib.contextmanager

@@ -241,7 +241,6 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
     """Cut ``module`` into units as ``settings`` say; the root comes last."""
     modules = find_units(module, settings.units, settings.min_num_params)
     assigned = assign_parameters(module, modules)
-    # Last, so that a tied parameter is loaded when every module that uses it has its values.
     root_parameters = assigned.pop("")
     uncast = uncast_parameters(module, settings.cast_weights) if settings.recipe.weight else set()
     for named in assigned.values():
@@ -250,13 +249,14 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
         if len(full) < len(named) and sum(p.numel() for _, p in full) < MIN_NUMEL:
             root_parameters += full
             named[:] = [(name, p) for name, p in named if id(p) not in uncast]
+    # Last, so that a tied parameter is loaded when every module that uses it has its values.
+    assigned[""], modules[""] = root_parameters, module
     specs = [
         UnitSpec(name, modules[name], _specify_flat_parameters(named, settings, uncast))
         for name, named in assigned.items()
-        if named
+        if named or not name
     ]
-    root = UnitSpec("", module, _specify_flat_parameters(root_parameters, settings, uncast))
-    plans = [flat.plan for spec in (*specs, root) for flat in spec.flat_parameters]
+    plans = [flat.plan for spec in specs for flat in spec.flat_parameters]
     if settings.gather_bits is not None and not any(plan.gather_bits for plan in plans):
         raise ValueError(
             f"gather_bits={settings.gather_bits} has no effect: at stage={settings.stage} without"
@@ -268,21 +268,20 @@ def specify_units(module: nn.Module, settings: Settings) -> list[UnitSpec]:
             "stochastic_rounding=True has no effect: no parameter rests in bf16. Use"
             " precision='bf16-true', or remove stochastic_rounding."
         )
-    return [*specs, root]
+    return specs
 
 
 def _specify_flat_parameters(
     named: list[tuple[str, Parameter]], settings: Settings, uncast: set[int]
 ) -> list[FlatSpec]:
-    groups: dict[tuple[Plan, bool], list[tuple[str, Parameter]]] = {}
     kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, Parameter]]] = {}
     for name, p in named:
-        kind = dtype, is_cast, trainable = p.dtype, id(p) not in uncast, p.requires_grad
-        if kind not in kinds:  # kinds are few, even of very many parameters
-            plan = settings.plan(dtype, is_cast=is_cast, trainable=trainable)
-            kinds[kind] = groups.setdefault((plan, trainable), [])
-        kinds[kind].append((name, p))
-    return [FlatSpec(members, plan) for (plan, _), members in groups.items()]
+        kind = p.dtype, id(p) not in uncast, p.requires_grad
+        kinds.setdefault(kind, []).append((name, p))
+    return [
+        FlatSpec(members, settings.plan(dtype, is_cast=is_cast, trainable=trainable))
+        for (dtype, is_cast, trainable), members in kinds.items()
+    ]
 
 
 # -- casts -----------------------------------------------------------------------------------------
