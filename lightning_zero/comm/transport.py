@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,6 @@ from lightning_zero.plan import Slot
 from lightning_zero.tensors import (
     LARGE_BYTES,
     Scratch,
-    Storages,
     Work,
     ask_for_large_pages,
     lasting_tensors,
@@ -130,7 +130,7 @@ class Transport(ABC):
 
     Attributes:
         ledger: What this rank has sent.
-        passing: Other buffers held within a step, by the kind of memory they count as.
+        passing: Storages of other buffers in a step, by the kind of memory they count as.
     """
 
     reads_peers: ClassVar[bool] = False
@@ -143,7 +143,7 @@ class Transport(ABC):
         self.rank, self.size = axis.rank, axis.size
         self.control = control
         self.ledger = Ledger()
-        self.passing = {"gathered": Storages(), "unreduced": Storages()}
+        self.passing = {kind: WeakSet[torch.UntypedStorage]() for kind in ("gathered", "unreduced")}
         self.log = control.log
         self.device = device
 
@@ -228,7 +228,7 @@ class Transport(ABC):
     def passing_buffer(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor:
         """Return memory that counts as ``kind`` until it is freed; its content is undefined."""
         buffer = self._lasting(numel, dtype)
-        self.passing[kind].add(buffer)
+        self.passing[kind].add(buffer.untyped_storage())
         return buffer
 
     @property

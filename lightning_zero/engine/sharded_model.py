@@ -303,7 +303,8 @@ class ShardedModel:
             kinds.update(flat.memory())
         for transport in self.comm.transports.values():
             kinds["unreduced"] += transport.scratch_bytes
-            kinds.update({kind: held.nbytes for kind, held in transport.passing.items()})
+            for kind, held in transport.passing.items():
+                kinds[kind] += sum(storage.nbytes() for storage in held)
         rows: dict[Tensor, str] = {
             piece: row
             for flat, row in [(flat, flat.plan.row("states")) for flat in self.flats]

@@ -4,7 +4,7 @@
 contexts   ordinary tensors, leaving modes, random numbers, no garbage, profiler ranges
 nested     the tensors in nested values, and in tensors that wrap others
 properties torch's functions, grouped by what they need of a tensor's memory
-memory     chunk sizes, storages counted while they are alive, huge pages, mapped files
+memory     chunk sizes, huge pages, mapped files
 transfers  copies between a device, its host and files by threads and streams, for offload
 scratch    unnamed files that hold tensors
 internals  every private name of torch in use, with the reason
@@ -22,7 +22,6 @@ from lightning_zero.tensors.contexts import (
 )
 from lightning_zero.tensors.memory import (
     LARGE_BYTES,
-    Storages,
     ask_for_large_pages,
     fault_in,
     mapped_storage,

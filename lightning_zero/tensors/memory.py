@@ -1,4 +1,4 @@
-"""Chunk sizes, counted storages, huge pages and memory-mapped files."""
+"""Chunk sizes, huge pages and memory-mapped files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import mmap
 import os
 import sys
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,33 +23,6 @@ def numel_at_a_time(device: torch.device) -> int:
     On a CPU they fit in a core's cache; on a device there are enough of them to keep it busy.
     """
     return _ON_CPU if device.type == "cpu" else _ON_DEVICE
-
-
-class Storages:
-    """A set of storages, each counted until it is freed or removed."""
-
-    def __init__(self) -> None:
-        self._held: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def nbytes(self) -> int:
-        """The total size of the storages now."""
-        held = (ref() for ref in tuple(self._held.values()))
-        return sum(storage.nbytes() for storage in held if storage is not None)
-
-    def add(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._held:
-            self._held[key] = weakref.ref(storage, lambda _: self._held.pop(key, None))
-
-    def remove(self, tensor: Tensor) -> None:
-        """Stop counting the storage of a tensor."""
-        self._held.pop(tensor.untyped_storage()._cdata, None)
 
 
 LARGE_BYTES = 4 * 2**20
