@@ -6,6 +6,7 @@ up. The calls run on one rank, or on two.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -302,10 +303,45 @@ def follow_a_metric_of_each_rank() -> None:
         assert trainer.global_step == 8, "no step is made with it"
 
 
-def read_what_was_left_sharded() -> None:
-    module = Regression()
-    make_trainer(ZeROStrategy(3, units={Block}, restore_weights=False)).fit(module, rows())
-    module.net.blocks[0].linear.weight.sum()
+def left_sharded(use: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Use a module that a run has left sharded, without which there is no engine any more."""
+
+    def run() -> None:
+        module = Regression()
+        make_trainer(ZeROStrategy(3, units={Block}, restore_weights=False)).fit(module, rows())
+        module.trainer = None
+        gc.collect()
+        weight = module.net.blocks[0].linear.weight
+        assert (weight.shape, weight.dtype) == ((WIDTH, WIDTH), torch.float32)
+        with torch.no_grad():
+            use(module)
+
+    return run
+
+
+def of_weight(use: Callable[[Any], Any]) -> Callable[[], Any]:
+    return left_sharded(lambda m: use(m.net.blocks[0].linear.weight))
+
+
+def load_ones(module: Any) -> None:
+    module.load_state_dict({name: torch.ones(p.shape) for name, p in module.named_parameters()})
+
+
+def backward_late(part: Callable[[Any], Any], stage: int) -> Callable[[], Any]:
+    """Go backward through a graph of a run that has ended; a new graph is that of any module."""
+
+    def run() -> None:
+        kept: list[Any] = []
+        fit(
+            but(on_train_end=lambda m: kept.extend([m, part(m)(torch.ones(2, WIDTH)).sum()])),
+            stage=stage,
+        )()
+        module, loss = kept
+        module(torch.ones(2, WIDTH)).sum().backward()
+        assert all(parameter.grad is not None for parameter in module.parameters())
+        loss.backward()
+
+    return run
 
 
 def forget_fabrics_setup() -> None:
@@ -392,7 +428,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     **{f"assigned {name} {number}": (assigns(name, data), R, r"cannot be assigned .* 'head.weight', of") for name in ("grad", "data") for number, data in enumerate((lambda m: torch.zeros(WIDTH), lambda m: torch.zeros(WIDTH, WIDTH, dtype=torch.float64)))},
     "a gradient of another": (assigns("grad", lambda m: m.net.stem.weight.grad), R, "'net.stem.weight' was assigned to parameter 'head.weight"),
     "a gradient's storage": (fit(but(on_before_optimizer_step=lambda m: m.head.weight.grad.untyped_storage().data_ptr())), R, "storage"),
-    "left sharded": (read_what_was_left_sharded, R, r"'net.blocks.0.linear.weight'.*restore_weights=True"),
+    **{f"left sharded, {number}": (of_weight(use), R, r"'net.blocks.0.linear.weight' .*was left sharded when training ended.*restore_weights=True") for number, use in enumerate((torch.sum, nn.init.ones_, lambda w: setattr(w, "data", torch.ones(WIDTH, WIDTH)), lambda w: w.detach().copy_(torch.ones(WIDTH, WIDTH))))},
+    **{f"left sharded, {name}": (left_sharded(use), R, "was left sharded when training ended.*restore_weights=True") for name, use in (("loaded", load_ones), ("trained", lambda m: make_trainer(3).fit(m, rows())))},
+    **{f"a late backward, stage {n}, {name}": (backward_late(part, n), R, "ran before the module's training ended.*Run the forward again") for n in (2, 3) for name, part in (("whole", lambda m: m), ("a child of the root", lambda m: m.head))},
     "no setup": (forget_fabrics_setup, T, "no_backward_sync"),
     **{f"batch size, {v}": (find_batch_sizes(v), E, r"lightning_zero\.estimate") for v in ("fit", "validate", "test", "predict")},
 }  # fmt: skip

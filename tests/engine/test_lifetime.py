@@ -1,4 +1,4 @@
-"""What is left of a training when it has ended: nothing that nobody holds, and clear words.
+"""What is left of a training when it has ended: nothing that nobody holds.
 
 Collection is asked for by `gc.collect()`, never waited for.
 """
@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import Parameter
+from torch import Tensor
 
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
@@ -160,75 +159,6 @@ def _close_all() -> None:
 
 def test_a_closed_engine_goes_though_its_module_stays(ranks: Pools) -> None:
     ranks(2).run(_close_all)
-
-
-# ----------------------------------------------------------------------------- what is said
-
-
-USES = (
-    torch.sum,
-    lambda weight: setattr(weight, "data", torch.ones(WIDTH, WIDTH)),
-    nn.init.ones_,
-    lambda weight: weight.detach().copy_(torch.ones(WIDTH, WIDTH)),
-)
-
-
-def _require_said(use: Any, *args: Any, words: str) -> None:
-    with pytest.raises(RuntimeError, match=words), torch.no_grad():
-        use(*args)
-
-
-def _use_what_was_left_sharded() -> None:
-    module, _ = _closed(2, restore=False)  # replicated weights are ordinary
-    assert all(type(parameter) is Parameter for parameter in module.parameters())
-    assert module.double().head.weight.isfinite().all()
-    module, watched = _closed(3, restore=False)
-    _require_gone({"": watched})
-    weight = module.net.blocks[0].linear.weight
-    assert (weight.shape, weight.dtype) == ((WIDTH, WIDTH), torch.float32)
-    assert "at rest" in repr(weight)
-    words = "was left sharded when training ended.*restore_weights=True"
-    for use in USES:
-        _require_said(use, weight, words=f"'net.blocks.0.linear.weight' .*{words}")
-    values = {name: torch.ones(p.shape) for name, p in module.named_parameters()}
-    _require_said(module.load_state_dict, values, words=words)
-    _require_said(Engine, module, Settings(stage=3), words=words)
-
-
-def test_what_was_left_sharded_says_so_when_its_engine_is_gone(ranks: Pools) -> None:
-    ranks(2).run(_use_what_was_left_sharded)
-
-
-def _go_backward_too_late() -> None:
-    losses, engines = [], []
-    for stage, is_held in ((2, True), (3, True), (3, False)):
-        module = Regression()
-        engine = Engine(module, Settings(stage=stage, units={Block}))
-        loss = module(torch.ones(2, WIDTH)).sum()
-        loss.backward(retain_graph=True)
-        if stage == 3:
-            # A child whose weights are the root's: nothing else notices its backward.
-            with engine.step(awaits_backward=False):
-                kept, late = (module.head(torch.ones(2, WIDTH)).sum() for _ in range(2))
-            module.zero_grad()
-            kept.backward()
-            assert engine.sharded.full_grad(module.head.bias).tolist() == [2.0] * WIDTH
-            losses.append((late, module))
-        engine.close()
-        engines += [engine] if is_held else []
-        losses.append((loss, module))
-        del engine
-    gc.collect()
-    for loss, module in losses:
-        words = "ran before the module's training ended.*Run the forward again"
-        _require_said(loss.backward, words=words)
-        # Another forward is that of any module.
-        module(torch.ones(2, WIDTH)).sum().backward()
-        assert all(parameter.grad is not None for parameter in module.parameters())
-
-
-def test_a_backward_after_the_training_is_refused(ranks: Pools) -> None:
-    ranks(2).run(_go_backward_too_late)
 
 
 # -- what lasts ------------------------------------------------------------------------------------

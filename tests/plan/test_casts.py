@@ -27,10 +27,10 @@ class Attention(nn.Module):
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x, need_weights=False)[0]
+        return self.inner(x, x, x, need_weights=False)[0]
 
 
 def tied() -> nn.Module:
@@ -39,6 +39,8 @@ def tied() -> nn.Module:
     return model
 
 
+RECURRENT = {"weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"}
+MORE_KEYS = {"add_bias_kv": True, "kdim": 8, "vdim": 8}
 KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
     "linear": (lambda: nn.Linear(8, 8), (4, 8), set()),
     "conv1d": (lambda: nn.Conv1d(8, 4, 3), (2, 8, 9), set()),
@@ -48,18 +50,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
     "transposed2d": (lambda: nn.ConvTranspose2d(8, 4, 3), (2, 8, 9, 9), set()),
     "transposed3d": (lambda: nn.ConvTranspose3d(8, 4, 3), (2, 8, 5, 5, 5), set()),
     "attention": (Attention, (2, 5, 8), set()),
-    "attention with more keys": (
-        lambda: Attention(add_bias_kv=True, kdim=8, vdim=8),
-        (2, 5, 8),
-        {"attention.bias_k", "attention.bias_v"},
-    ),
+    "more keys": (lambda: Attention(**MORE_KEYS), (2, 5, 8), {"inner.bias_k", "inner.bias_v"}),
     "embedding": (lambda: nn.Embedding(5, 8), (), {"weight"}),
     "norm": (lambda: nn.LayerNorm(8), (4, 8), {"weight", "bias"}),
-    "recurrent": (
-        lambda: nn.GRU(8, 8),
-        (5, 2, 8),
-        {"weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"},
-    ),
+    "recurrent": (lambda: nn.GRU(8, 8), (5, 2, 8), RECURRENT),
     "subclass": (lambda: Normalized(8, 8), (4, 8), {"weight", "bias"}),
     "transformers": (lambda: Conv1D(8, 4), (2, 4), set()),
     "tied": (tied, (4, 8), {"0.weight"}),
