@@ -5,8 +5,8 @@ sharded_model      the model in units: parameters, pieces, whole values, bytes
 unit_builder       units from modules, one after the other, also from the meta device
 unit               one module with its weights, gradients and the calls of its forward
 weights            a unit's whole weights, and the masters that other code sees
-step               the phases of a step, and the calls of its modules
-backward           the events of backward passes, and the order of reductions
+step               calls of modules, backward passes, and the end of a step
+reductions         the order in which all ranks reduce gradients
 module_hook        hooks on modules and parameters, safe to copy and to compile
 schedule           the order in which units are needed, prefetching, and `join`
 rank_check         what must be equal on all ranks: models, settings, optimizers
@@ -14,9 +14,9 @@ activations        activation checkpointing, and offload of activations to host 
 """
 
 from lightning_zero.engine.activations import (
-    ActivationCheckpointing,
     ActivationOffload,
     Replacements,
+    checkpoint_activations,
 )
 from lightning_zero.engine.engine import (
     Engine,

@@ -48,38 +48,28 @@ class Replacements:
 # -- checkpointing ---------------------------------------------------------------------------------
 
 
-class ActivationCheckpointing(Replacements):
-    """Modules whose ``forward`` is checkpointed, non-reentrantly and with the RNG state preserved.
+def checkpoint_activations(
+    choice: bool | Iterable[type[nn.Module]], module: nn.Module, units: Iterable[nn.Module]
+) -> Replacements:
+    """Checkpoint ``units`` if ``choice`` is ``True``, or all modules of the chosen classes.
 
     Only ``forward`` is wrapped, so module hooks run once per call and not again in the
-    recomputation.
+    recomputation, which preserves the state of random numbers.
+
+    Raises:
+        ValueError: ``module`` contains no module of these classes.
     """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        super().__init__()
-        for module in modules:
-            self.wrap(module, "forward", _checkpointed, module)
-
-    @classmethod
-    def chosen(
-        cls,
-        choice: bool | Iterable[type[nn.Module]],
-        module: nn.Module,
-        units: Iterable[nn.Module],
-    ) -> ActivationCheckpointing:
-        """Checkpoint ``units`` if ``choice`` is ``True``, or all modules of the chosen classes.
-
-        Raises:
-            ValueError: ``module`` contains no module of these classes.
-        """
-        if isinstance(choice, bool):
-            return cls(units if choice else ())
+    found = units if choice is True else ()
+    if not isinstance(choice, bool):
         classes = tuple(choice)
         found = [child for child in module.modules() if isinstance(child, classes)]
         if not found:
             names = ", ".join(wanted.__name__ for wanted in classes)
             raise ValueError(f"activation_checkpointing={names}: the model has no such module.")
-        return cls(found)
+    wrapped = Replacements()
+    for child in found:
+        wrapped.wrap(child, "forward", _checkpointed, child)
+    return wrapped
 
 
 def _checkpointed(forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -35,9 +35,8 @@ from lightning_zero.comm import (
 )
 from lightning_zero.engine import rank_check
 from lightning_zero.engine.activations import (
-    ActivationCheckpointing,
     ActivationOffload,
-    Replacements,
+    checkpoint_activations,
 )
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Step
@@ -100,9 +99,7 @@ class Engine:
         self.is_restored = False
         self._step = Step(sharded)
         choice, modules = settings.activation_checkpointing, [u.module for u in sharded.units[:-1]]
-        self._wrapped: list[Replacements] = [
-            ActivationCheckpointing.chosen(choice, module, modules)
-        ]
+        self._wrapped = [checkpoint_activations(choice, module, modules)]
         if settings.activation_offload:
             self._wrapped.append(ActivationOffload(sharded.units, comm.host_copies))
         _engines.append(weakref.ref(self, _engines.remove))

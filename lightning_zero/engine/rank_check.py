@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -27,10 +26,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Communicator, Control, SyncPoint, with_complements
+from lightning_zero.comm import Control, SyncPoint, with_complements
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.optimizer import bare, parameter_of
-from lightning_zero.parameters import Piece
 from lightning_zero.plan import Settings, cut_of, find_units, whole_shape
 
 Facts = Mapping[str, Mapping[str, Any]]
@@ -242,58 +240,38 @@ _TOLERANCE = 0.02
 """Of a gradient's norm: more than rounding in half precision, less than a missing summand."""
 
 
-def require_equal_gradients(pieces: list[Piece], comm: Communicator) -> None:
+@torch.no_grad()
+def require_equal_gradients(sharded: ShardedModel) -> None:
     """Raise unless all ranks of a tensor-parallel group have the same gradients; a collective.
 
-    Every rank updates its own copy of a parameter that is not split. If the gradient of each is
-    only its own heads' summand, or if batches or dropout differ, the copies drift apart. Ranks
-    compare two projections of each gradient on fixed directions, in one message.
-
-    Args:
-        pieces: This rank's pieces of the parameters, after a backward pass that sent gradients.
-        comm: The ranks, with a tensor axis.
+    Every rank updates its own copy of a parameter that is not cut. If the gradient of each is only
+    its own heads' summand, or if batches or dropout differ, the copies drift apart.
 
     Raises:
         RuntimeError: Gradients differ; raised on all ranks.
     """
-    found = comm.control.gather_objects(
-        {
-            piece.range.slot.name: _projections(piece)
-            for piece in pieces
-            if cut_of(piece.parameter) is None and piece.grad is not None
-        }
-    )
-    assert comm.mesh.tensor is not None
-    size = comm.mesh.tensor.size
-    # By parameter and number in the tensor-parallel group, summed over the shards.
-    sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros(size, 3, dtype=torch.float64))
-    for rank in comm.mesh.model.ranks:
-        for name, values in found[rank].items():
-            sums[name][rank % size] += values
-    differing = [
-        name
-        for name, group in sums.items()
-        if (group.amax(0) - group.amin(0) > _TOLERANCE * group[:, 0].max().sqrt())[1:].any()
-    ]
-    if differing:
-        some = ", ".join(map(repr, differing[:5])) + (", ..." if len(differing) > 5 else "")
+    comm, differing = sharded.comm, []
+    for flat in sharded.flats:
+        averaged = [
+            (piece, flat.gradients.average(index))
+            for index, piece in enumerate(flat.pieces)
+            if cut_of(piece.parameter) is None and flat.gradients.averaged[index]
+        ]
+        if averaged:
+            parts = [(piece.range.in_shard, grad.part) for piece, grad in averaged]
+            views = flat.store.assemble(parts).views
+            grads = [views[grad.place].flatten() for _, grad in averaged]
+            comm.broadcast_copies(firsts := [grad.clone() for grad in grads])
+            for (piece, _), own, first in zip(averaged, grads, firsts, strict=True):
+                if (own - first).norm() > _TOLERANCE * first.norm():
+                    differing.append(piece.range.slot.name)
+    names = [*dict.fromkeys(chain(*comm.control.gather_objects(differing)))]
+    if names:
+        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         raise RuntimeError(
-            f"The gradients of {len(differing)} parameters differ between the ranks of a"
+            f"The gradients of {len(names)} parameters differ between the ranks of a"
             f" tensor-parallel group, which hold them whole: {some}. If a module sees only this"
             " rank's heads or tokens, give it a style that sums its gradients: torch's"
             " SequenceParallel, or 'replicated_with_grad_allreduce' in a Transformers plan."
             " Otherwise make batches and random numbers equal within the group."
         )
-
-
-@torch.no_grad()
-def _projections(piece: Piece) -> Tensor:
-    """Return the squared norm of this rank's part of a gradient, and its two projections."""
-    grad = piece.grad
-    assert grad is not None
-    if grad.is_complex():
-        grad = torch.view_as_real(grad).sum(-1)
-    values = grad.detach().flatten().double().cpu()
-    places = torch.arange(piece.range.start, piece.range.start + len(values)).double() + 1
-    parts = values.square(), values * places.sin(), values * (2.7 * places).sin()
-    return torch.stack([part.sum() for part in parts])

@@ -91,10 +91,6 @@ class Prefetcher:
             self.schedule = self._with_grad if with_grad else self._without_grad
             self.schedule.begin()
 
-    def units_in_forward(self) -> list[int]:
-        """Return the units of the last forward with gradients, in the order in which they ran."""
-        return self._with_grad.units_in_forward()
-
     def comes_next(self, unit: Unit) -> bool:
         """Return whether ``unit`` is predicted to be needed next."""
         ahead = self.schedule.ahead(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm import Communicator, SyncPoint, parameter_behind
-from lightning_zero.engine.unit import Unit, listed
+from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.unit_builder import MetaInitializer, build_units
 from lightning_zero.engine.weights import Residency, ShownMasters, Shows, store_edits
 from lightning_zero.optimizer import kept_states
@@ -134,12 +135,12 @@ class ShardedModel:
 
     def store_pending(self) -> None:
         """Make changes those of the masters that a backward pass must not have seen."""
-        units = [unit for unit in self.units if unit.weights.has_pending]
-        if units:
+        flats = [flat for flat in self.flats if flat.pending is not None]
+        if flats:
             with self.comm.write_access(SyncPoint.EDIT):
-                for unit in units:
-                    unit.weights.store_pending()
-            self.refresh(units)
+                for flat in flats:
+                    flat.store_pending()
+            self.refresh(self.units_of(flat.parameters[0] for flat in flats))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -286,7 +287,12 @@ class ShardedModel:
 
     def describe(self) -> str:
         """Return the units with their sizes, consecutive equal ones on one line."""
-        return "\n".join([f"{self.headline}, by unit:", *listed(self.units)])
+        lines = [f"{self.headline}, by unit:"]
+        for (_, numel), equal in itertools.groupby(self.units, lambda u: (not u.name, u.numel)):
+            first, *others = [unit.label for unit in equal]
+            names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
+            lines.append(f"  {names} {numel:,} parameters")
+        return "\n".join(lines)
 
     # -- memory ----------------------------------------------------------------------------------
 

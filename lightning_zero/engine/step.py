@@ -1,29 +1,30 @@
-"""The step that all ranks go through together: its phases, and the calls of its modules.
+"""The step that all ranks go through together: calls of its modules, backward passes, and its end.
 
-``docs/architecture.md`` draws the phases. A backward pass begins within a forward (manual
-optimization), after it, or in IDLE: again over a graph whose step has ended. When a step ends, all
-units are resharded.
+A step begins with a forward and ends with its backward pass, or at once if the outputs require no
+gradient. A backward pass may also begin within a forward (manual optimization), or between steps:
+again over a graph whose step has ended. When a step ends, all units are resharded.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm import Communicator, Pending, PendingSync, SyncPoint
-from lightning_zero.engine.backward import Backward, Phase
 from lightning_zero.engine.module_hook import Hooks
+from lightning_zero.engine.rank_check import require_equal_gradients
+from lightning_zero.engine.reductions import ReductionOrder
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
-from lightning_zero.engine.unit import Unit, with_grad
+from lightning_zero.engine.unit import Call, Events, Unit, on_grads, too_late, weakly, with_grad
 from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.plan import check_parameter
-from lightning_zero.tensors import internals, tensors_in, unwrapped
+from lightning_zero.tensors import internals, runs_outside, tensors_in, unwrapped
 
 
 class Step:
@@ -34,7 +35,7 @@ class Step:
         prefetcher: The gathers of its units.
         hooks: The hooks on modules and parameters.
         buffers: The broadcasts of buffers.
-        phase: Where in a step this rank is.
+        is_open: Whether a step is under way: code that runs now is part of it, on all ranks.
         is_inside: Whether a forward or the step's own context is running: a flag beside the depth,
             as torch's compiler would recompile for every depth that it reads.
         keeps_graph: Whether a backward pass with ``create_graph`` saved weights for a later one.
@@ -53,8 +54,7 @@ class Step:
         self.buffers = BufferSync(
             sharded.module, sharded.comm, is_on=sharded.settings.broadcast_buffers
         )
-        self.phase = Phase.IDLE
-        self.is_inside = self.keeps_graph = False
+        self.is_open = self.is_inside = self.keeps_graph = False
         self.is_interrupted = self.is_closed = self.is_torn = False
         self._depth = 0
         # Only the order of gathers may tell one unit's weights from another's. A backward pass has
@@ -65,7 +65,7 @@ class Step:
         # Whether a call of the module itself has entered the step and must leave it.
         self._is_called = False
         sharded.compute = self._compute
-        sharded.shown.is_within_step = lambda: self.phase is not Phase.IDLE
+        sharded.shown.is_within_step = lambda: self.is_open
         self._hook_modules()
         self._end_units()
 
@@ -121,12 +121,12 @@ class Step:
         """Enter a forward; return whether a step begins with it."""
         if self.is_torn:
             self.require_whole()
-        if self.phase is Phase.BACKWARD and not internals.in_backward():
+        if self.backward.is_running and not internals.in_backward():
             # An exception ended the backward pass, for which autograd has no event.
             self.reset()
         self._depth += 1
         self.is_inside = True
-        return self._depth == 1 and self.phase is not Phase.BACKWARD
+        return self._depth == 1 and not self.backward.is_running
 
     def require_whole(self) -> None:
         """Raise a ``RuntimeError`` if the module's values are partly old and partly new."""
@@ -144,9 +144,9 @@ class Step:
             check_parameter(name, parameter)  # it may not be trained from now on
         self._sharded.shown.hide()
         self._sharded.store_pending()
-        if self.phase is not Phase.IDLE and not self.keeps_graph:
+        if self.is_open and not self.keeps_graph:
             self._end_units()
-        self.phase = Phase.FORWARD
+        self.is_open = True
         units = self._sharded.units
         for unit in units:
             unit.calls.have_run = False
@@ -160,8 +160,8 @@ class Step:
             # Those that are whole already, so that torch's compiler can inline their units.
             is_there = weights.residency is Residency.WHOLE and not weights.needs_ranks
             if is_there or unit.is_inlined:
-                weights.show_in_step()
-        self._root.weights.show_in_step()
+                weights.show(in_step=True)
+        self._root.weights.show(in_step=True)
         if broadcasts and not self.prefetcher.is_joined:
             self.buffers.begin()
 
@@ -179,11 +179,10 @@ class Step:
         """Leave a forward; return whether it was a step's outermost."""
         self._depth = max(self._depth - 1, 0)
         self.is_inside = self._depth > 0
-        return not self.is_inside and self.phase is not Phase.BACKWARD
+        return not self.is_inside and not self.backward.is_running
 
     def _end_forward(self, outputs: Any) -> None:
         if self._await_backward(outputs):
-            self.phase = Phase.AWAITS_BACKWARD
             return
         self.close()
         if self._checks_order and not self.prefetcher.asks:
@@ -208,8 +207,8 @@ class Step:
         Returns ``False``, so that the use sees masters, unless it ``computes`` with weights in a
         step, or is of a backward pass.
         """
-        is_backward = self.phase is Phase.BACKWARD
-        if self.phase is Phase.IDLE or not (computes or is_backward):
+        is_backward = self.backward.is_running
+        if not self.is_open or not (computes or is_backward):
             return False
         for unit in units:
             self.prefetcher.unshard(unit)
@@ -226,29 +225,12 @@ class Step:
                     flat.edits.is_exposed = True
         return True
 
-    # -- the backward and the end ----------------------------------------------------------------
-
-    def begin_backward(self) -> None:
-        """Note that autograd has started."""
-        if self.phase is Phase.BACKWARD:
-            # An exception ended the last backward pass, and no forward came since.
-            self.reset()
-            self.is_interrupted = False
-        self.phase = Phase.BACKWARD
-        self.keeps_graph = torch.is_grad_enabled()
-
-    def end_backward(self) -> bool:
-        """Note that autograd has ended; return whether the step ends with it."""
-        self.phase = Phase.FORWARD if self.is_inside else Phase.AWAITS_BACKWARD
-        return not self.is_inside
+    # -- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the step, if one is under way that no graph needs any more."""
-        if self.phase is Phase.IDLE:
-            return
-        if not self.is_inside:
-            self.phase = Phase.AWAITS_BACKWARD if self.keeps_graph else Phase.IDLE
-        if not self.keeps_graph:
+        if self.is_open and not self.keeps_graph:
+            self.is_open = self.is_inside or self.backward.is_running
             self._end_units()
 
     def _end_units(self) -> None:
@@ -258,8 +240,8 @@ class Step:
     def reset(self) -> None:
         """Drop a step that an exception ended, so that the next one starts clean."""
         self._depth = 0
-        self.is_inside = self.keeps_graph = self._is_called = False
-        self.phase, self.is_interrupted = Phase.IDLE, True
+        self.is_open = self.is_inside = self.keeps_graph = self._is_called = False
+        self.is_interrupted = True
         self.order_check = Pending()
         self.backward.abandon()
         self.prefetcher.abandon()
@@ -294,12 +276,11 @@ class Step:
     def _before_holder(self, held: Sequence[Any], module: nn.Module, args: Any) -> None:
         """Show weights of the root that a module holds."""
         weights = self._root.weights
-        if self.phase is Phase.IDLE or weights.is_gathered:
+        if not self.is_open or weights.is_gathered:
             return
         self.prefetcher.unshard(self._root)
         weights.wait()
-        if weights.has_pending:
-            weights.require_no_pending([flat for flat, *_ in held])
+        weights.require_no_pending([flat for flat, *_ in held])
         for _, parameter, _, readable in held:
             parameter.__class__ = readable
 
@@ -324,7 +305,7 @@ class Step:
         arguments = [*args, *kwargs.values()] if is_tracked else ()
         unit.calls.begin(arguments, self.backward.events)
         self.prefetcher.need(unit, is_backward=is_recompute)
-        if unit.weights.has_pending:
+        if unit.weights.is_cast:
             unit.weights.require_no_pending()
         unit.weights.show()
         if is_tracked and unit in self.hooks.frozen:
@@ -352,6 +333,202 @@ class Step:
             weights.guard()
         if self._is_left():
             self._end_forward(output)
+
+
+# -- backward passes -----------------------------------------------------------------------------
+
+
+class Backward:
+    """Handles the events of backward passes: unshards, reduces and reshards.
+
+    Attributes:
+        events: The handlers of a call's backward events, safe for graphs to hold.
+        is_running: Whether a pass has begun and not ended; an exception may have ended it unseen.
+        syncs: Whether this microbatch's gradients are to be sent: ``False`` within ``no_sync``.
+    """
+
+    def __init__(self, sharded: ShardedModel, step: Step, prefetcher: Prefetcher) -> None:
+        self._sharded = sharded
+        self._units = sharded.units
+        self._step = step
+        self._prefetcher = prefetcher
+        self._order = ReductionOrder(sharded)
+        self.is_running, self.syncs = False, True
+        # Whether gradients have been compared within tensor-parallel groups, once.
+        self._is_compared = sharded.comm.mesh.tensor is None
+        self._always_reduces = any(flat.plan.reduces_every_microbatch for flat in sharded.flats)
+        # The end of the current pass; autograd holds it, and drops it after an exception.
+        self._pass: Callable[[], object] = lambda: None
+        # Whether it has gradients of parameters, and reduces them.
+        self._takes = self._reduces = False
+        self.events = Events(
+            began=weakly(self._on_outputs_grad),
+            ended=weakly(self._on_inputs_grad),
+        )
+        self._on_step_grad = weakly(self._on_held_grad)
+
+    # -- begin -----------------------------------------------------------------------------------
+
+    def unshard_before(self, outputs: Sequence[Tensor]) -> None:
+        """Unshard the root and pinned units when a backward pass from a step's ``outputs`` begins.
+
+        No other event announces their backward. The first pass finds them whole, but a second one
+        over the same graph comes after the step has ended.
+        """
+        if any(map(internals.is_func_wrapper, outputs)):
+            return
+        pinned = [unit.index for unit in self._units if unit.weights.is_pinned]
+        held = [len(self._units) - 1, *pinned]
+        on_grads(outputs, functools.partial(self._on_step_grad, held), "any")
+
+    def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
+        """Begin the pass and unshard units, if not done; cheap, as each child causes this event."""
+        if self._pass() is not None:
+            for index in indices:
+                if self._units[index].weights.residency is not Residency.WHOLE:
+                    break
+            else:
+                return
+        self._unshard_again(indices)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _unshard_again(self, indices: Iterable[int]) -> None:
+        self.begin()
+        weights = [self._units[index].weights for index in indices]
+        for each in weights:
+            if each.rests:
+                each.unshard()
+        for each in weights:
+            each.wait()
+
+    def begin(self) -> None:
+        """Begin a backward pass, unless one is running."""
+        if self._pass() is not None:
+            return
+        if self._step.is_closed:
+            raise too_late()
+        if self._prefetcher.is_joined:
+            raise RuntimeError(
+                "A backward pass began within `lightning_zero.join`, where ranks may run different"
+                " units. Gradients can be averaged only if all ranks run the same units. Call"
+                " `backward()` outside of the context."
+            )
+        self._sharded.shown.hide()
+        if self.is_running:
+            # An exception ended the last pass, and no forward came since.
+            self._step.reset()
+            self._step.is_interrupted = False
+        self.is_running = self._step.is_open = True
+        self._step.keeps_graph = torch.is_grad_enabled()
+        self._prefetcher.last_backward = None
+        self._takes = self._reduces = False
+        for unit in self._units:
+            unit.are_complete = False
+        finish = functools.partial(self._finish)
+        self._pass = weakref.ref(finish)
+        internals.queue_callback(finish)
+
+    def _begin_gradients(self) -> None:
+        """Begin to take gradients, at the first one: a pass of `autograd.grad` has none."""
+        self.begin()
+        self._takes = True
+        self._reduces = self.syncs or self._always_reduces
+        with internals.as_plain_tensors():
+            for unit in self._units:
+                unit.expect(sends=self._reduces)
+        if self._reduces:
+            self._order.begin(self._prefetcher.schedule.units_in_forward())
+
+    # -- units -----------------------------------------------------------------------------------
+
+    def _on_outputs_grad(self, call: Call, _: Any) -> None:
+        """Make a unit whole for its backward."""
+        unit = self._units[call[0]]
+        self.begin()
+        unit.calls.in_backward.add(call)
+        self._prefetcher.need(unit, is_backward=True)
+        if torch.is_grad_enabled():
+            # create_graph: the graph of this backward saves the weights, and no event announces
+            # the backward of that graph.
+            unit.weights.is_pinned = True
+
+    def _on_inputs_grad(self, call: Call, grads: Any) -> None:
+        """Reshard a unit after its backward, unless gradients of leaves came before the rest."""
+        unit = self._units[call[0]]
+        calls = unit.calls
+        if call in calls.running:
+            return  # its forward is still running, and computes gradients of its own inputs
+        calls.awaited.discard(call)
+        calls.in_backward.discard(call)
+        if grads is None and (calls.awaited or not unit.are_complete):
+            return
+        calls.has_ended = True
+        if self._reduces and not unit.are_complete:
+            self._order.advance()
+        # A unit called on its own output begins the backward of one call before another's ends.
+        if not calls.in_backward:
+            unit.weights.reshard()
+        if self.is_running:
+            self._prefetcher.prefetch()
+
+    def on_grad(self, unit: Unit, index: int, _: Tensor) -> None:
+        """Take a parameter's gradient; the last one of a unit may start its reduction."""
+        with internals.as_plain_tensors():
+            if not unit.parameters[index].requires_grad:
+                return  # frozen since its forward: torch calls the hook without a gradient
+        if not self._takes or self._pass() is None:
+            is_outside = not self._step.is_open
+            if is_outside and unit.weights.needs_ranks and not unit.weights.is_gathered:
+                raise RuntimeError(
+                    "A backward pass goes through values that code between steps computed from the"
+                    f" weights of {unit.label!r}, which are no longer in memory. Compute the values"
+                    " in `training_step`, or compute them and call `backward()` within one"
+                    " `with lightning_zero.gathered(module):` on all ranks."
+                )
+            self._begin_gradients()
+        if not unit.take(index):
+            return
+        if self._reduces:
+            self._order.advance()
+        # A frozen weight may still be needed for gradients of earlier modules.
+        is_done = False not in unit.wants and not unit.calls.awaited
+        if is_done and unit is not self._units[-1]:
+            unit.weights.reshard()
+
+    # -- end -------------------------------------------------------------------------------------
+
+    @runs_outside
+    def _finish(self) -> None:
+        """End a backward pass: reduce late gradients, wait, and reshard what is still whole."""
+        if self._reduces:
+            self._order.finish()
+            if not self._is_compared and self.syncs:
+                self._is_compared = True
+                require_equal_gradients(self._sharded)
+        elif self._takes:
+            for flat in self._sharded.flats:
+                flat.gradients.keep_own()
+        self._pass = lambda: None
+        self.is_running = False
+        for transport in self._sharded.comm.transports.values():
+            transport.release_scratch()
+        self._sharded.comm.host_copies.release_sources()
+        for unit in self._units:
+            unit.calls.end_pass()
+        for flat in self._sharded.flats:
+            flat.is_recorded = False
+        self._sharded.store_pending()
+        if self._step.is_inside:
+            for unit in self._units[:-1]:
+                unit.weights.reshard()
+        else:
+            self._step.close()
+
+    def abandon(self) -> None:
+        """Drop a backward pass that an exception ended."""
+        self._pass = lambda: None
+        self.is_running = self._takes = self._reduces = False
+        self._order.abandon()
 
 
 # -- buffers ---------------------------------------------------------------------------------------
@@ -395,7 +572,8 @@ def broadcast_buffers(module: nn.Module, comm: Communicator, others: Iterable[Te
     if comm.mesh.size == 1 and comm.mesh.tensor is None:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in itertools.chain(_buffers(module), *map(unwrapped, others)):
+    more = [tensor for other in others for tensor in unwrapped(other)]
+    for buffer in (*module.buffers(), *more):
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
@@ -403,21 +581,3 @@ def broadcast_buffers(module: nn.Module, comm: Communicator, others: Iterable[Te
         parts = torch.split(flat, [buffer.numel() for buffer in buffers])
         for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
-
-
-def _buffers(module: nn.Module) -> list[Tensor]:
-    """Return the module's current buffers, in the same order on all ranks.
-
-    Faster than torch's own traversal, which nests several generators for every module.
-    """
-    buffers: dict[int, Tensor | None] = {}
-    seen: set[nn.Module | None] = {None}
-    left: list[nn.Module | None] = [module]
-    while left:
-        one = left.pop()
-        if one is not None and one not in seen:
-            seen.add(one)
-            left.extend(one._modules.values())
-            for buffer in one._buffers.values():
-                buffers[id(buffer)] = buffer
-    return [buffer for buffer in buffers.values() if buffer is not None]

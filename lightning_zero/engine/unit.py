@@ -19,7 +19,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.weights import Residency, Shows, Weights
-from lightning_zero.parameters import FlatParameters, Piece
+from lightning_zero.parameters import FlatParameters
 from lightning_zero.tensors import internals, outside, span, tensors_in
 
 Call = tuple[int, int]
@@ -41,14 +41,13 @@ class Events(NamedTuple):
 
     Attributes:
         began: Called at the first gradient of an output, with the call and the gradients.
-        ended: Called when the inputs have their gradients, with the call and the gradients.
-        leaves_done: Called instead of ``ended`` if all inputs are leaves. A leaf may have its
-            gradient before the rest of the call's backward is done, so this alone is not the end.
+        ended: Called when the inputs have their gradients, with the call and the gradients, or
+            ``None`` if all inputs are leaves. A leaf may have its gradient before the rest of the
+            call's backward is done, so this alone is not the end.
     """
 
     began: Callable[[Call, Any], None]
     ended: Callable[[Call, Any], None]
-    leaves_done: Callable[[Call], None]
 
 
 class Calls:
@@ -62,6 +61,7 @@ class Calls:
         awaited: The calls whose inputs' gradients will mark the end of their backward.
         in_backward: The calls whose backward has begun and not ended.
         have_run: Whether this rank used the unit's weights in this step, by a call or otherwise.
+        has_ended: Whether the backward of any call has ended in this pass.
     """
 
     def __init__(self, unit: int) -> None:
@@ -69,8 +69,7 @@ class Calls:
         self.running: list[Call] = []
         self.awaited: set[Call] = set()
         self.in_backward: set[Call] = set()
-        self.have_run = False
-        self._has_ended = False
+        self.have_run = self.has_ended = False
 
     def begin(self, arguments: Any, events: Events) -> None:
         """Begin a forward, and hook the gradients of the inputs among its ``arguments``."""
@@ -92,7 +91,7 @@ class Calls:
             on_grads(inner, functools.partial(events.ended, call), "all")
         else:
             # Torch's multi-grad hook does not support leaves in `torch.autograd.grad`.
-            _on_leaf_grads(inputs, functools.partial(events.leaves_done, call))
+            _on_leaf_grads(inputs, functools.partial(events.ended, call, None))
 
     def end(self, outputs: Sequence[Tensor], events: Events) -> bool:
         """End the innermost forward; return whether its ``outputs`` can get gradients."""
@@ -110,20 +109,14 @@ class Calls:
         on_grads(tracked, functools.partial(events.began, call), "any")
         return True
 
-    def end_backward(self, call: Call, *, is_certain: bool = True) -> None:
-        """Note a call's backward as ended; if not ``is_certain``, no event will mark its end."""
-        self.awaited.discard(call)
-        self.in_backward.discard(call)
-        self._has_ended |= is_certain
-
     @property
     def have_passed(self) -> bool:
         """Return whether the backward of every call has ended, so that no gradient is expected."""
-        return self._has_ended and not self.awaited
+        return self.has_ended and not self.awaited
 
     def end_pass(self) -> None:
         """End a backward pass: no earlier call is awaited any more."""
-        self._has_ended = False
+        self.has_ended = False
         self.awaited, self.in_backward = set(), set()
 
 
@@ -229,11 +222,6 @@ class Unit:
         self._finishes: list[Callable[..., None]] = []
 
     @property
-    def pieces(self) -> list[Piece]:
-        """This rank's pieces of the parameters."""
-        return [piece for flat in self.flat_parameters for piece in flat.pieces]
-
-    @property
     def numel(self) -> int:
         """Number of elements of the parameters."""
         slots = [slot for flat in self.flat_parameters for slot in flat.layout.slots]
@@ -309,11 +297,3 @@ class Unit:
                 finish(is_wanted=False)
         for flat in self.flat_parameters:
             flat.gradients.abandon()
-
-
-def listed(units: Iterable[Unit]) -> Iterator[str]:
-    """Yield units with their sizes, consecutive equal ones, except the root, on one line."""
-    for (_, numel), equal in itertools.groupby(units, lambda unit: (not unit.name, unit.numel)):
-        first, *others = [unit.label for unit in equal]
-        names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
-        yield f"  {names} {numel:,} parameters"

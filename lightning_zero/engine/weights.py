@@ -61,7 +61,7 @@ class Weights:
         is_pinned: Whether the weights stay whole until the end of the step.
         stays_shown: Whether the weights are shown throughout the step: those of the root that are
             not cast, and all of a unit that is compiled together with the code around it.
-        has_pending: Whether changes of masters wait for the end of a backward pass.
+        is_gathered: Whether `gathered` shows the masters.
         reshards: Whether they are released after use.
         is_cast: Whether some have less precision than their masters.
         needs_ranks: Whether the masters are gathered from other ranks to be shown.
@@ -70,7 +70,7 @@ class Weights:
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
         self.label = label
         self.residency, self.shows = Residency.WHOLE, Shows.GUARD
-        self.is_pinned = self.stays_shown = self.has_pending = False
+        self.is_pinned = self.stays_shown = self.is_gathered = False
         self.reshards = any(flat.plan.reshards for flat in flats)
         self.is_cast = any(flat.plan.is_cast for flat in flats)
         self.needs_ranks = self.reshards or self.is_cast
@@ -101,7 +101,7 @@ class Weights:
         if self.residency is Residency.IN_FLIGHT:
             self._end_unshard()
             if self.stays_shown:
-                self.show_in_step()
+                self.show(in_step=True)
 
     @span("wait")
     def _end_unshard(self) -> None:
@@ -113,15 +113,27 @@ class Weights:
         self.residency, self.shows = Residency.WHOLE, Shows.GUARD
 
     def refresh(self, *, only_stepped: bool = False) -> None:
-        """Start to bring whole weights up to date with masters: all, or those that are stepped."""
-        if self.shows is Shows.MASTERS:
-            self._refresh_masters(only_stepped=only_stepped)
-            return
-        if self.residency is Residency.IN_FLIGHT:
+        """Start to bring what is whole up to date with masters: all, or those that are stepped.
+
+        Raises:
+            RuntimeError: Masters were changed while they were shown, and are stepped as well.
+        """
+        has_shown_masters = self.shows is Shows.MASTERS
+        if has_shown_masters:
+            if self.changed:
+                raise RuntimeError(
+                    f"Weights of {self.label!r} were changed, and then stepped by an optimizer,"
+                    " within one `gathered(...)`. Change them before or after."
+                )
+            self.hide_masters()
+        elif self.residency is Residency.IN_FLIGHT:
             self._end_unshard()
         if self.shows is Shows.WEIGHTS:
             self.guard()
-        self.unshard(only_stepped=only_stepped)
+        if self.residency is not Residency.RELEASED:
+            self.unshard(only_stepped=only_stepped)
+        if has_shown_masters:
+            self.show_masters(as_gathered=True)
 
     def gather_again(self) -> None:
         """Gather for ranks that ask for it, whether the weights are whole here or not."""
@@ -203,26 +215,20 @@ class Weights:
 
     # -- shown while the module runs -------------------------------------------------------------
 
-    def show(self) -> None:
-        """Make the parameters readable at the weights, which must be whole or in flight."""
-        if self.residency is Residency.IN_FLIGHT:
-            self._end_unshard()
-        if self.shows is Shows.GUARD:
-            self.shows = Shows.WEIGHTS
-            for flat in self._flats:
-                flat.show()
+    def show(self, *, in_step: bool = False) -> None:
+        """Make the parameters readable at the weights, which must be whole or in flight.
 
-    def show_in_step(self) -> None:
-        """Show the weights that are not cast throughout a step."""
-        self.stays_shown = True
+        With ``in_step``, those that are not cast, throughout a step.
+        """
+        self.stays_shown |= in_step
         if self.residency is Residency.IN_FLIGHT:
             self._end_unshard()
         if self.shows is Shows.GUARD:
             self.shows = Shows.WEIGHTS
             for flat in self._flats:
-                if not flat.plan.is_cast:
+                if not (in_step and flat.plan.is_cast):
                     flat.show()
-                    flat.edits.in_step = True
+                    flat.edits.in_step |= in_step
 
     def guard(self) -> None:
         """Send every use of the parameters to their owner until the weights are next shown."""
@@ -232,8 +238,8 @@ class Weights:
 
     def require_no_pending(self, flats: Sequence[FlatParameters] | None = None) -> None:
         """Raise if a forward would not see changes that a backward pass must not have seen."""
-        pending = [flat.pending is not None for flat in (self._flats if flats is None else flats)]
-        if True in pending and not internals.in_backward():
+        pending = [flat for flat in flats or self._flats if flat.pending is not None]
+        if pending and not internals.in_backward():
             raise RuntimeError(
                 f"Parameters of {self.label!r} were changed between a forward pass and its backward"
                 " pass, and the module is called again before that. In mixed precision its weights"
@@ -247,11 +253,6 @@ class Weights:
     def shown_masters(self) -> list[FlatParameters]:
         """The groups whose masters are shown."""
         return [flat for flat in self._flats if flat.masters is not None]
-
-    @property
-    def is_gathered(self) -> bool:
-        """Return whether `gathered` shows the masters."""
-        return any(flat.masters is not None and flat.masters.is_gathered for flat in self._flats)
 
     @property
     def are_masters_held(self) -> bool:
@@ -288,49 +289,18 @@ class Weights:
         ]
         for flat, whole, work in started:
             work.wait()
-            flat.show_masters(
-                whole, stay_guarded=in_step, are_whole=is_whole, is_gathered=as_gathered
-            )
-        self.shows = Shows.MASTERS
+            flat.show_masters(whole, stay_guarded=in_step, are_whole=is_whole)
+        self.shows, self.is_gathered = Shows.MASTERS, as_gathered
 
     @runs_outside
-    def hide_masters(self, stored: Sequence[FlatParameters] = ()) -> None:
-        """Guard the parameters again; changes that are not stored are lost.
-
-        Whole weights that are cast from ``stored`` changes are gathered anew, unless a graph needs
-        them as they are.
-        """
+    def hide_masters(self) -> None:
+        """Guard the parameters again; changes that are not stored are lost."""
         is_whole = self.residency is Residency.WHOLE
-        for tag, flat in enumerate(self._flats, self._first_tag):
-            if flat.masters is None:
-                continue
-            if is_whole and flat in stored and flat.plan.is_cast and flat.pending is None:
-                out = flat.weight.tensor
-                flat.store.gather_weights(out, unit=self.label, tag=tag).wait()
+        for flat in self.shown_masters:
             flat.hide_masters(are_whole=is_whole)
-        self.has_pending = any(flat.pending is not None for flat in self._flats)
-        self.shows = Shows.GUARD
+        self.shows, self.is_gathered = Shows.GUARD, False
         if self.stays_shown and is_whole:
-            self.show_in_step()
-
-    def _refresh_masters(self, *, only_stepped: bool) -> None:
-        """Show the masters anew: they were stepped while they were shown."""
-        if self.changed:
-            raise RuntimeError(
-                f"Weights of {self.label!r} were changed, and then stepped by an optimizer, within"
-                " one `gathered(...)`. Change them before or after."
-            )
-        self.hide_masters()
-        if self.residency is Residency.WHOLE:
-            self.unshard(only_stepped=only_stepped)
-        self.show_masters(as_gathered=True)
-
-    def store_pending(self) -> None:
-        """Make deferred changes those of the masters; within write access."""
-        for flat in self._flats:
-            if flat.pending is not None:
-                flat.store_pending()
-        self.has_pending = False
+            self.show(in_step=True)
 
     @runs_outside
     def store_gathered(self) -> None:
@@ -423,9 +393,9 @@ class ShownMasters:
             for flat, flag in zip(unit.shown_masters, flags[unit][1:], strict=True)
             if flag
         ]
-        if of_ranks := [flat for unit, flat in changed if unit.needs_ranks]:
+        if of_ranks := [(unit, flat) for unit, flat in changed if unit.needs_ranks]:
             with self._comm.write_access(SyncPoint.EDIT):
-                for flat in of_ranks:
+                for _, flat in of_ranks:
                     flat.store_masters()
         if alone := [flat for unit, flat in changed if not unit.needs_ranks]:
             # No peer reads them between steps.
@@ -433,7 +403,11 @@ class ShownMasters:
             for flat in alone:
                 flat.store_masters()
         for unit in hidden:
-            unit.hide_masters(of_ranks)
+            unit.hide_masters()
+            is_whole = unit.residency is Residency.WHOLE
+            if is_whole and any(one is unit and flat.plan.is_cast for one, flat in of_ranks):
+                unit.unshard()
+                unit.wait()
             self._touched.remove(unit)
             if not self.is_within_step():
                 unit.reshard()

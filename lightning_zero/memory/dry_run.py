@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.engine import ActivationCheckpointing
+from lightning_zero.engine import checkpoint_activations
 from lightning_zero.plan import Recipe, UnitSpec, cut_of, set_cut, stays_whole
 from lightning_zero.tensors import rewrapped, tensors_in
 
@@ -208,7 +208,7 @@ class Microbatch:
 
     def _run(self, module: nn.Module, batch: Any, units: Sequence[UnitSpec], log: _Log) -> None:
         """Run forward and backward while ``log`` records the events."""
-        ActivationCheckpointing.chosen(self.checkpointing, module, [u.module for u in units])
+        checkpoint_activations(self.checkpointing, module, [u.module for u in units])
         for unit in units:
             log.listen(unit.name, unit.module)
         log.listen_to_grads(module)

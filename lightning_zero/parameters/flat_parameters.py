@@ -130,15 +130,12 @@ class Masters(Shown):
     Attributes:
         whole: Their buffer.
         are_whole: Whether the weights were whole then.
-        is_gathered: Whether `gathered` shows them: rank 0's changes are stored, or none.
     """
 
-    def __init__(
-        self, parameters: list[Parameter], whole: Buffer, *, are_whole: bool, is_gathered: bool
-    ) -> None:
+    def __init__(self, parameters: list[Parameter], whole: Buffer, *, are_whole: bool) -> None:
         with lasting_tensors():
             super().__init__(parameters, [own_storage(view) for view in whole.views])
-        self.whole, self.are_whole, self.is_gathered = whole, are_whole, is_gathered
+        self.whole, self.are_whole = whole, are_whole
         # How often each value's memory, and each parameter, was referred to at first.
         self._references: list[tuple[int, int]] = []
 
@@ -382,18 +379,15 @@ class FlatParameters:
             return whole, self.store.gather(whole.tensor, source, unit=unit, tag=tag)
         return whole, self.store.gather_masters(whole.tensor, unit=unit, tag=tag)
 
-    def show_masters(
-        self, whole: Buffer, *, stay_guarded: bool, are_whole: bool, is_gathered: bool
-    ) -> None:
+    def show_masters(self, whole: Buffer, *, stay_guarded: bool, are_whole: bool) -> None:
         """Point the parameters at whole masters, each in a storage of its own.
 
         Args:
             whole: The masters, which :meth:`gather_masters` has returned.
             stay_guarded: Whether the parameters stay guarded, as other uses need the weights.
             are_whole: Whether the weights are whole as well, so that changes need no other rank.
-            is_gathered: Whether they are shown by `gathered`.
         """
-        masters = Masters(self.parameters, whole, are_whole=are_whole, is_gathered=is_gathered)
+        masters = Masters(self.parameters, whole, are_whole=are_whole)
         self._point(masters.values, guarded=stay_guarded)
         masters.begin()
         self.masters = masters

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_zero import ZeROStrategy
 from lightning_zero.comm import Communicator
-from lightning_zero.engine import ActivationCheckpointing, Engine
+from lightning_zero.engine import Engine, checkpoint_activations
 from lightning_zero.memory import ModelPlan, estimate
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.launch import run_python
@@ -262,8 +262,8 @@ def live_peak(name: str, rows: int, precision: str, checkpointing: bool) -> tupl
         # Memory that ranks share would count on every rank.
         comm = Communicator(torch.device("cpu"), reads_peers=False)
         engine = Engine(model, Settings(3, recipe, units=is_block), comm)
-        units = [unit.name for unit in engine.sharded.units[:-1]] if checkpointing else []
-        recompute = ActivationCheckpointing([model.get_submodule(unit) for unit in units])
+        units = [unit.module for unit in engine.sharded.units[:-1]]
+        recompute = checkpoint_activations(checkpointing, model, units)
         optimizer = adamw(model.parameters())
         engine.adopt(optimizer)
         for _ in range(2):
