@@ -293,11 +293,18 @@ class Weights:
         self.shows, self.is_gathered = Shows.MASTERS, as_gathered
 
     @runs_outside
-    def hide_masters(self) -> None:
-        """Guard the parameters again; changes that are not stored are lost."""
+    def hide_masters(self, stored: Sequence[FlatParameters] = ()) -> None:
+        """Guard the parameters again; changes that are not stored are lost.
+
+        Whole weights that are cast from ``stored`` changes are gathered anew.
+        """
         is_whole = self.residency is Residency.WHOLE
-        for flat in self.shown_masters:
-            flat.hide_masters(are_whole=is_whole)
+        for tag, flat in enumerate(self._flats, self._first_tag):
+            if flat.masters is not None:
+                if is_whole and flat in stored and flat.plan.is_cast:
+                    out = flat.weight.tensor
+                    flat.store.gather_weights(out, unit=self.label, tag=tag).wait()
+                flat.hide_masters(are_whole=is_whole)
         self.shows, self.is_gathered = Shows.GUARD, False
         if self.stays_shown and is_whole:
             self.show(in_step=True)
@@ -393,9 +400,9 @@ class ShownMasters:
             for flat, flag in zip(unit.shown_masters, flags[unit][1:], strict=True)
             if flag
         ]
-        if of_ranks := [(unit, flat) for unit, flat in changed if unit.needs_ranks]:
+        if of_ranks := [flat for unit, flat in changed if unit.needs_ranks]:
             with self._comm.write_access(SyncPoint.EDIT):
-                for _, flat in of_ranks:
+                for flat in of_ranks:
                     flat.store_masters()
         if alone := [flat for unit, flat in changed if not unit.needs_ranks]:
             # No peer reads them between steps.
@@ -403,11 +410,7 @@ class ShownMasters:
             for flat in alone:
                 flat.store_masters()
         for unit in hidden:
-            unit.hide_masters()
-            is_whole = unit.residency is Residency.WHOLE
-            if is_whole and any(one is unit and flat.plan.is_cast for one, flat in of_ranks):
-                unit.unshard()
-                unit.wait()
+            unit.hide_masters(of_ranks)
             self._touched.remove(unit)
             if not self.is_within_step():
                 unit.reshard()
