@@ -216,7 +216,7 @@ REDUCES = {
 
 NAMES = {
     "SharedMemory": "shared memory",
-    "PointToPoint": "point to point",
+    "Transport": "point to point",
     "Collectives": "collectives",
 }
 

@@ -150,11 +150,12 @@ class ShardedValue(Tensor):
         shape, stride, dtype = self.facts
         with internals.without_interception(), lasting_tensors():
             self.control.call(SyncPoint.VALUE, about=repr(self.key)).wait()
-            parts = self.control.gather_objects((self.start, self.part.to("cpu", copy=True)))
+            # As bytes: torch cannot unpickle all dtypes, such as float8.
+            parts = self.control.gather_objects((self.start, self.part_bytes.to("cpu", copy=True)))
             whole = torch.empty_strided(shape, stride, dtype=dtype, device=_CPU)
             flat = whole.as_strided((prod(shape),), (1,))
             for start, part in parts:  # of cut parameters, not in the order of the ranks
-                flat[start : start + len(part)] = part
+                flat[start : start + len(part) // dtype.itemsize] = part.view(dtype)
         if self.is_own:
             self.value = whole  # which the caller may change
         return whole

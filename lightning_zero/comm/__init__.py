@@ -2,15 +2,14 @@
 
 communicator      holds both planes and chooses the transports
 control           control plane: objects, sums, sync points, errors that all ranks raise
-transport         data plane: the interface of all transports; messages (gloo), collectives (NCCL)
+transport         data plane: messages (gloo), collectives (NCCL)
 shared_memory     transport of ranks that share one host's CPUs
 coded             transport of quantized weights and gradients
 hosts             the network interface between hosts, and the detection of lost ones
 mesh              axes of ranks: shards, replicas
 tensor_parallel   torch's device mesh, parameters as DTensors, the plans of Transformers
 traffic           ledger of what was sent, and of the time of steps with offload
-collective_log    the collectives that this rank has begun, and the one it waits for
-watchdog          ends a run on all ranks, with one error, when one cannot go on: begin here
+watchdog          the collectives of this rank, and what ends a run when one never ends: begin here
 process_groups    one process group per purpose; the default group after a restart by torchrun
 """
 
@@ -19,7 +18,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import (
     Control,
     Outcome,
-    PendingSync,
+    Pending,
     SyncPoint,
     agreed,
     require_room,
@@ -43,7 +42,6 @@ from lightning_zero.comm.tensor_parallel import (
 from lightning_zero.comm.traffic import Ledger, Sent, StepTimes, Traffic, sum_of
 from lightning_zero.comm.transport import (
     Extent,
-    Pending,
     Shards,
     sum_into,
     weights_of,

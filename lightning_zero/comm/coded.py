@@ -15,7 +15,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.transport import Pending, ReduceBuffer, Shards, Transport
+from lightning_zero.comm.control import Pending
+from lightning_zero.comm.transport import ReduceBuffer, Shards, Transport
 from lightning_zero.plan import ALIGNMENT
 from lightning_zero.tensors import Work, numel_at_a_time
 
@@ -128,7 +129,7 @@ class Coded:
         own = codes.view(self._size, codec.nbytes)[self._transport.rank]
         codec.encode(source.own, own, self._noise(unit, tag, codes.device))
         work = self._transport.gather(codes, Shards(own), unit=unit, tag=tag)
-        return Pending(work, then=lambda: codec.decode(codes, out))
+        return Pending([work], then=lambda: codec.decode(codes, out))
 
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
         """Reduce like :meth:`Transport.reduce`, quantized; ``source`` has been read on return."""
@@ -137,7 +138,7 @@ class Coded:
         codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
         received = self._buffer(sent.numel())
         work = self._transport.all_to_all(received, sent, unit=unit, tag=tag)
-        return Pending(work, then=lambda: codec.add_up(received, out), kept=[sent])
+        return Pending([work], then=lambda: codec.add_up(received, out))
 
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
         """Add up like :meth:`Transport.all_reduce`, quantized both ways.
@@ -158,7 +159,7 @@ class Coded:
                 tensor.copy_(whole[:numel])
 
         reduced = self.reduce(part, ReduceBuffer(whole), unit=unit, tag=tag)
-        return Pending(reduced, then=gather)
+        return Pending([reduced], then=gather)
 
     def _buffer(self, nbytes: int) -> Tensor:
         return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)

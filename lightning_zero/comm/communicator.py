@@ -21,7 +21,7 @@ from lightning_zero.comm.process_groups import backend_for, is_initialized
 from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.tensor_parallel import DATA, TENSOR, device_mesh
 from lightning_zero.comm.traffic import StepTimes, Traffic
-from lightning_zero.comm.transport import Collectives, PointToPoint, Transport
+from lightning_zero.comm.transport import Collectives, Transport
 from lightning_zero.tensors import HostCopies, require_abilities
 
 
@@ -97,21 +97,12 @@ class Communicator:
         # Gloo's reduce-scatter sends the whole buffer and adds up in an order of its own. Messages
         # send each rank its part, (N - 1) / N of it in total, and are added in rank order. A rank
         # alone sends nothing, whatever the backend.
-        return PointToPoint(self.control, axis, self.device)
+        return Transport(self.control, axis, self.device)
 
     def coded(self, transport: Transport, bits: int | None, cargo: Cargo) -> Transport | Coded:
-        """Return ``transport``, or one that sends ``cargo`` by it in 8 ``bits``.
-
-        Raises:
-            ValueError: Ranks read each other's memory, but ``bits`` are given.
-        """
+        """Return ``transport``, or one that sends ``cargo`` by it in 8 ``bits``, as messages."""
         if bits is None:
             return transport
-        if transport.reads_peers:
-            raise ValueError(
-                "Quantized weights and gradients are sent as messages, but ranks on this host read"
-                " each other's memory. Use Communicator(reads_peers=False), as the strategy does."
-            )
         tensor_size = 1 if self.mesh.tensor is None else self.mesh.tensor.size
         numbers = tuple(rank // tensor_size for rank in transport.axis.ranks)
         return Coded(transport, cargo, numbers)
@@ -155,7 +146,7 @@ class Communicator:
         """Broadcast along an axis, by the group of the device mesh that users have too."""
         tensor_size = 1 if self.mesh.tensor is None else self.mesh.tensor.size
         group = device_mesh(self.device.type, tensor_size)[dimension].get_group()
-        with self.control.log.at("a broadcast of the first rank's values"):
+        with self.control.watchdog.at("a broadcast of the first rank's values"):
             for tensor in tensors:
                 dist.broadcast(tensor, axis.ranks[0], group=group)
 
@@ -165,7 +156,7 @@ class Communicator:
         sent = torch.zeros(max(sizes), dtype=part.dtype, device=self.device)
         sent[: part.numel()] = part
         rows = [torch.empty_like(sent) for _ in sizes]
-        with self.control.log.at("an exchange of parts to be saved"):
+        with self.control.watchdog.at("an exchange of parts to be saved"):
             dist.all_gather(rows, sent)
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 

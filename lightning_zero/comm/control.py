@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import copy
 import errno
-import io
 import itertools
-import pickle
 import queue
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from math import inf, nan
 from typing import Any, NoReturn
@@ -30,8 +28,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
-from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.process_groups import (
     destroy,
     give_up_devices,
@@ -40,7 +38,14 @@ from lightning_zero.comm.process_groups import (
     last_works,
     new_group_of_hosts,
 )
-from lightning_zero.comm.watchdog import GRADIENT, TOUCH, Watchdog, diverged, listed
+from lightning_zero.comm.watchdog import (
+    GRADIENT,
+    TOUCH,
+    CollectiveId,
+    Watchdog,
+    diverged,
+    listed,
+)
 from lightning_zero.tensors import Scratch, Work, lasting_tensors, runs_outside, unseen
 
 
@@ -92,124 +97,57 @@ def hops(rank: int, size: int) -> Iterator[tuple[int, int]]:
         distance *= 2
 
 
-def _bring_about(begun: queue.SimpleQueue[PendingSync | None]) -> None:
+def _wait_for(works: Iterable[Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _bring_about(begun: queue.SimpleQueue[tuple[Iterable[Work], Future[Any]] | None]) -> None:
     """Exchange the messages of one sync point after another."""
-    while (sync := begun.get()) is not None:
-        sync.run()
-        del sync
+    while (one := begun.get()) is not None:
+        works, is_over = one
+        try:
+            _wait_for(works)
+            is_over.set_result(None)
+        except Exception as error:
+            is_over.set_exception(error)
+        del one, works
 
 
-class PendingSync:
-    """A sync point that this rank has come to, and may still have to wait for.
-
-    If it is waited for later, a thread exchanges the messages, so that, as with an all-reduce, the
-    others wait for nothing that this rank does after it has begun. Otherwise :meth:`wait` does.
+class Pending:
+    """What is under way, and a function to call when it has arrived.
 
     Args:
-        control: The ranks; a single one does not wait.
-        sync_point: The sync point.
-        flags: Flags whose maxima over the ranks :meth:`wait` returns.
-        about: What it is about, which must be the same on all ranks.
-
-    Attributes:
-        is_over: The event that the thread is through.
+        works: What to wait for; nothing if it has arrived.
+        then: The function.
+        begun: The watchdog and the collective that it is, if it is one of this package.
     """
 
     def __init__(
-        self, control: Control, sync_point: SyncPoint, flags: bytes, about: str = ""
+        self,
+        works: Iterable[Work] = (),
+        *,
+        then: Callable[[], Any] | None = None,
+        begun: tuple[Watchdog, CollectiveId] | None = None,
     ) -> None:
-        self._control, self._flags = control, flags
-        self._name = f"{sync_point.value} {about}" if about else sync_point.value
-        self._works: Iterator[Work] | None = None
-        self._is_ahead = sync_point in _AHEAD
-        if control.world_size == 1:
-            return
-        log = control.log
-        self._events, log.events = log.events, []
-        met = "\n".join([*self._events, self._name, str(len(flags))])
-        checksum = zlib.crc32(met.encode()).to_bytes(_CHECKSUM, "big")
-        message = with_complements(checksum) + control.notices + flags
-        padded = bytearray(message.ljust(_HEADER + control.capacity, b"\0"))
-        with lasting_tensors():  # it may be waited for outside of inference mode
-            self._message = torch.frombuffer(padded, dtype=torch.uint8)
-        self._collective = log.begin(self._name, sync_point.value)
-        self._works = self._outcome() if self._is_ahead else self._hops()
-        if self._is_ahead:
-            self.is_over = threading.Event()
-            self._error: BaseException | None = None
-            control.begin_ahead(self)
+        self._works, self._then, self._begun = works, then, begun
+        self._result: Any = None
 
-    def wait(self) -> bytes:
-        """Return the maximum of each flag over the ranks, once all have come.
-
-        Raises:
-            RuntimeError: The ranks have come to different sync points.
-        """
-        works, self._works = self._works, None
-        if works is not None:
-            control = self._control
-            if not self._is_ahead and control.last_ahead is not None:
-                # Messages meet in the order in which ranks have begun them.
-                works = itertools.chain([control.last_ahead], works)
-            control.log.wait(self._collective, works)
-            maxima = bytes(self._message[: _HEADER + len(self._flags)].tolist())
-            if maxima[: 2 * _CHECKSUM] != with_complements(maxima[:_CHECKSUM]):
-                self._refuse()
-            control.noticed, self._flags = maxima[2 * _CHECKSUM : _HEADER], maxima[_HEADER:]
-        return self._flags
-
-    def run(self) -> None:
-        """Exchange the messages, in the thread."""
-        try:
-            for work in self._hops():
-                work.wait()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self.is_over.set()
-
-    def _outcome(self) -> Iterator[Work]:
-        """Yield what to wait for where the thread exchanges the messages."""
-        yield self.is_over
-        if self._error is not None:
-            raise self._error
-
-    def _hops(self) -> Iterator[Work]:
-        """Make the message the maximum, hop by hop; yield what to wait for."""
-        control, message, received = self._control, self._message, self._message.clone()
-        group, tag = control.group, control.first_tag + _TAG
-        for target, source in hops(control.rank, control.world_size):
-            with unseen():
-                works = [group.recv([received], source, tag), group.send([message], target, tag)]
-            # To free works that have just ended would take longer than the hop.
-            last_works[:] = works
-            yield from works
-            torch.maximum(message, received, out=message)
-
-    def _refuse(self) -> NoReturn:
-        """Raise an error with every rank's place; all are here, though after different events."""
-        control = self._control
-        places = control.gather_objects((control.watchdog.describe(self._name), self._events))
-        where = [place for place, _ in places]
-        for events in itertools.zip_longest(
-            *(events for _, events in places), fillvalue="nothing more"
-        ):
-            if len(set(events)) > 1:
-                where = [f"{w}, after {e}" for w, e in zip(where, events, strict=True)]
-                break
-        verdict = diverged(dict(enumerate(where)))
-        if control.log.untagged is not None:
-            # They may have met the wrong ones, or wait on a device for ones that never come: their
-            # groups cannot be used again.
-            control.log.verdict, control.log.is_over = verdict, True
-            give_up_devices()
-        raise RuntimeError(verdict)
+    def wait(self) -> Any:
+        """Wait until all has arrived, call the function once, and return its result."""
+        works, begun, then = self._works, self._begun, self._then
+        self._works, self._begun, self._then = (), None, None
+        if begun is not None:
+            begun[0].wait(begun[1], works)
+        else:
+            _wait_for(works)
+        if then is not None:
+            self._result = then()
+        return self._result
 
 
 MESSAGE_BYTES = 16 * 2**20
 """The most bytes that ``collect`` holds at a time."""
-VALUE_BYTES = 512
-"""The size of each rank's first message in ``gather_objects``."""
 
 
 class Control:
@@ -221,27 +159,25 @@ class Control:
     Attributes:
         rank: This process's number among all ranks.
         world_size: Number of all ranks.
-        log: The collectives that this rank has begun.
-        watchdog: Detects ranks that wait for each other in different places.
+        watchdog: Knows the collectives that this rank has begun, and those that never end.
         capacity: Flags that a sync point has room for; the same on all ranks.
         notices: Flags of this rank that every sync point carries besides its own.
         noticed: Their maxima over the ranks, at the last sync point that was waited for.
         first_tag: The first tag of messages: those of one run never meet what an exception has left
             of another.
-        last_ahead: The end of the last sync point that a thread takes care of.
     """
 
     def __init__(self, *, alone: bool = False) -> None:
         self.rank, self.world_size = 0, 1
-        self.log = CollectiveLog()
-        self.watchdog = Watchdog(self.log)
+        self.watchdog = Watchdog()
         self.capacity = 64
         self.notices = bytearray(_NOTICES)
         self.first_tag = 0
-        self.last_ahead: threading.Event | None = None
-        self._begun_ahead: queue.SimpleQueue[PendingSync | None] | None = None
+        self._last_ahead: Sequence[Work] = ()
+        self._begun_ahead: queue.SimpleQueue[Any] | None = None
         self._group: Any = None
         self._separated: list[Control] = []
+        self._is_separate = False
         if is_initialized() and not alone:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if dist.get_backend() != "gloo":
@@ -259,16 +195,42 @@ class Control:
 
     # -- sync points -----------------------------------------------------------------------------
 
-    def call(self, sync_point: SyncPoint, flags: bytes = b"", *, about: str = "") -> PendingSync:
+    def call(self, sync_point: SyncPoint, flags: bytes = b"", *, about: str = "") -> Pending:
         """Come to a sync point; waiting returns the maximum of each of ``flags``.
 
+        If it is waited for later, a thread exchanges the messages, so that, as with an all-reduce,
+        the others wait for nothing that this rank does after it has begun. Otherwise the wait does.
         Ranks that differ in ``about`` have diverged.
         """
         assert len(flags) <= self.capacity, "more flags than were reserved"
-        return PendingSync(self, sync_point, flags, about)
+        if self.world_size == 1:
+            return Pending(then=lambda: flags)
+        name = f"{sync_point.value} {about}" if about else sync_point.value
+        events, self.watchdog.events = self.watchdog.events, []
+        met = "\n".join([*events, name, str(len(flags))])
+        checksum = zlib.crc32(met.encode()).to_bytes(_CHECKSUM, "big")
+        sent = with_complements(checksum) + self.notices + flags
+        padded = bytearray(sent.ljust(_HEADER + self.capacity, b"\0"))
+        with lasting_tensors():  # it may be waited for outside of inference mode
+            message = torch.frombuffer(padded, dtype=torch.uint8)
+        begun = self.watchdog, self.watchdog.begin(name, sync_point.value)
+        works: Iterable[Work] = self._hops(message)
+        if sync_point in _AHEAD:
+            works = self._last_ahead = [self._ahead(works)]
+        else:  # messages meet in the order in which ranks have begun them
+            works = itertools.chain(self._last_ahead, works)
 
-    def begin_ahead(self, sync: PendingSync) -> None:
-        """Let a thread exchange the messages of a sync point, after those begun before."""
+        def maxima() -> bytes:
+            found = bytes(message[: len(sent)].tolist())
+            if found[: 2 * _CHECKSUM] != with_complements(found[:_CHECKSUM]):
+                self._refuse(name, events)
+            self.noticed = found[2 * _CHECKSUM : _HEADER]
+            return found[_HEADER:]
+
+        return Pending(works, then=maxima, begun=begun)
+
+    def _ahead(self, works: Iterable[Work]) -> Future[Any]:
+        """Let a thread wait for works, one by one, behind those that it was given before."""
         if self._begun_ahead is None:
             begun = self._begun_ahead = queue.SimpleQueue()
             weakref.finalize(self, begun.put, None).atexit = False
@@ -276,8 +238,39 @@ class Control:
             thread = threading.Thread(target=_bring_about, args=[begun], name="zero.sync")
             thread.daemon = True
             thread.start()
-        self.last_ahead = sync.is_over
-        self._begun_ahead.put(sync)
+        is_over: Future[Any] = Future()
+        self._begun_ahead.put((works, is_over))
+        return is_over
+
+    def _hops(self, message: Tensor) -> Iterator[Work]:
+        """Make the message the maximum, hop by hop; yield what to wait for."""
+        received = message.clone()
+        group, tag = self.group, self.first_tag + _TAG
+        for target, source in hops(self.rank, self.world_size):
+            with unseen():
+                works = [group.recv([received], source, tag), group.send([message], target, tag)]
+            # To free works that have just ended would take longer than the hop.
+            last_works[:] = works
+            yield from works
+            torch.maximum(message, received, out=message)
+
+    def _refuse(self, name: str, events: list[str]) -> NoReturn:
+        """Raise an error with every rank's place; all are here, though after different events."""
+        places = self.gather_objects((self.watchdog.describe(name), events))
+        where = [place for place, _ in places]
+        for differing in itertools.zip_longest(
+            *(events for _, events in places), fillvalue="nothing more"
+        ):
+            if len(set(differing)) > 1:
+                where = [f"{w}, after {e}" for w, e in zip(where, differing, strict=True)]
+                break
+        verdict = diverged(dict(enumerate(where)))
+        if self.watchdog.untagged is not None:
+            # They may have met the wrong ones, or wait on a device for ones that never come: their
+            # groups cannot be used again.
+            self.watchdog.verdict, self.watchdog.is_over = verdict, True
+            give_up_devices()
+        raise RuntimeError(verdict)
 
     def reserve(self, num_flags: int) -> None:
         """Make room for ``num_flags`` flags; all ranks must ask for the same number."""
@@ -285,7 +278,7 @@ class Control:
 
     def all_equal(self, sync_point: SyncPoint, digest: bytes) -> bool:
         """Return whether all ranks come to a sync point with the same ``digest``, a few bytes."""
-        maxima = self.call(sync_point, with_complements(digest)).wait()
+        maxima: bytes = self.call(sync_point, with_complements(digest)).wait()
         return maxima == with_complements(maxima[: len(digest)])
 
     # -- values ----------------------------------------------------------------------------------
@@ -294,14 +287,14 @@ class Control:
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's."""
         if self.world_size > 1:
-            with self.log.at("a broadcast of rank 0's values"):
+            with self._at("a broadcast of rank 0's values"):
                 dist.broadcast(tensor, 0)
 
     @runs_outside
     def sum(self, tensor: Tensor, place: str = "a sum over the ranks") -> None:
         """Replace ``tensor`` by its sum over the ranks."""
         if self.world_size > 1:
-            with self.log.at(place):
+            with self._at(place):
                 dist.all_reduce(tensor)
 
     @runs_outside
@@ -311,7 +304,7 @@ class Control:
             # Gloo's maximum drops a NaN that does not come first, so NaNs travel as a mask.
             is_nan = tensor.isnan()
             both = torch.stack([is_nan.to(tensor.dtype), tensor.masked_fill(is_nan, -inf)])
-            with self.log.at(place):
+            with self._at(place):
                 dist.all_reduce(both, dist.ReduceOp.MAX)
             tensor.copy_(both[1].masked_fill(both[0] > 0, nan))
 
@@ -321,59 +314,46 @@ class Control:
         if self.world_size == 1:
             return value
         box = [value]
-        with self.log.at("a broadcast of rank 0's values"):
+        with self._at("a broadcast of rank 0's values"):
             dist.broadcast_object_list(box, 0, group=self._group)
         return box[0]
 
     @runs_outside
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's ``value``, in rank order."""
-        if self.world_size == 1:
-            return [value]
-        pickled = _pickled(value)
-        # Torch's version sends the sizes first; most values fit in the message with their size.
-        first = len(pickled).to_bytes(8, "little") + pickled[: VALUE_BYTES - 8]
-        with self.log.at("an exchange of values"):
-            rows = self._gather_bytes(first, VALUE_BYTES)
-            sizes = [int.from_bytes(row[:8], "little") for row in rows]
-            rows = [row[8:] for row in rows]
-            if (most := max(sizes)) > VALUE_BYTES - 8:
-                rows = self._gather_bytes(pickled, most)
-        return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            with self._at("an exchange of values"):
+                dist.all_gather_object(values, value, group=self._group)
+        return values
 
-    def _gather_bytes(self, own: bytes, size: int) -> list[bytes]:
-        """Return every rank's bytes, padded to ``size``."""
-        sent = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
-        rows = [torch.empty_like(sent) for _ in range(self.world_size)]
-        dist.all_gather(rows, sent, group=self._group)
-        return [row.numpy().tobytes() for row in rows]
-
-    def collect(
-        self, part: Tensor, sizes: Sequence[int], order: Sequence[int] = ()
-    ) -> Iterator[tuple[int, Tensor]]:
+    def collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Bring every rank's bytes to rank 0, one message at a time.
 
         Args:
             part: This rank's bytes ``[n]``, on any device.
             sizes: How many bytes each rank has.
-            order: The other ranks in the order in which to receive; by default that of ranks.
 
         Yields:
-            On rank 0 ``(peer, bytes)``, its own first, at most :data:`MESSAGE_BYTES` at a time;
+            On rank 0 ``(peer, bytes)``, in rank order, at most :data:`MESSAGE_BYTES` at a time;
             nothing on other ranks.
         """
         chunks = torch.split(part, MESSAGE_BYTES) if part.numel() else ()
-        with self.log.explained():
+        with self.watchdog.explained():
             if self.rank:
                 for chunk in chunks:
                     dist.send(chunk.to("cpu"), 0, group=self._group)
                 return
             yield from ((0, chunk) for chunk in chunks)
-            for peer in order or range(1, self.world_size):
+            for peer in range(1, self.world_size):
                 for start in range(0, sizes[peer], MESSAGE_BYTES):
                     chunk = torch.empty(min(MESSAGE_BYTES, sizes[peer] - start), dtype=torch.uint8)
                     dist.recv(chunk, peer, group=self._group)
                     yield peer, chunk
+
+    def _at(self, place: str) -> AbstractContextManager[None]:
+        watchdog = self.watchdog  # which knows the waits of one thread
+        return watchdog.explained() if self._is_separate else watchdog.at(place)
 
     def separate(self) -> Control:
         """Make a control plane with a group of its own, to exchange values in another thread.
@@ -381,13 +361,10 @@ class Control:
         The group lasts until :meth:`leave`.
         """
         other = copy.copy(self)
-        other._separated, other._begun_ahead = [], None
+        other._is_separate, other._separated = True, []
         if self.world_size > 1:
             other._group = new_group_of_hosts()
             self._separated.append(other)
-        other.log = CollectiveLog()
-        other.log.explain = self.log.explain
-        other.watchdog = Watchdog(other.log)
         return other
 
     def leave(self) -> None:
@@ -400,28 +377,6 @@ class Control:
             destroy(other._group)
             other._group = None
         self._separated = []
-
-
-class _Pickler(pickle.Pickler):
-    """A pickler that supports newer dtypes too, such as float8, which torch cannot unpickle."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is not Tensor or obj.dtype in _READABLE:
-            return NotImplemented
-        return Tensor.view, (obj.view(_OF_SIZE[obj.itemsize]), obj.dtype)
-
-
-_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_READABLE = {
-    *_OF_SIZE.values(), torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float32,
-    torch.float64, torch.complex64, torch.complex128,
-}  # fmt: skip
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    _Pickler(file).dump(value)
-    return file.getvalue()
 
 
 _KINDS: tuple[type[Exception], ...] = (

@@ -23,14 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm.control import Control, SyncPoint
+from lightning_zero.comm.control import Control, Pending, SyncPoint
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.transport import (
     Extent,
-    Pending,
-    PointToPoint,
     ReduceBuffer,
     Shards,
+    Transport,
     copy,
     gradients_of,
     sum_into,
@@ -157,7 +156,7 @@ class WindowBuffer(ReduceBuffer):
         return self.window.used_for[1], False
 
 
-class SharedMemory(PointToPoint):
+class SharedMemory(Transport):
     """A transport that reads shared memory; data outside of it is sent as messages.
 
     Windows for reductions all have the largest capacity requested so far: untouched pages cost
@@ -218,7 +217,7 @@ class SharedMemory(PointToPoint):
             yield Shards(views[self.axis.rank], views)
 
     def _open(self, addresses: Sequence[Address]) -> list[Window]:
-        with self.log.explained():
+        with self.watchdog.explained():
             return [Window.open(address, self.size) for address in addresses]
 
     @override
@@ -227,7 +226,7 @@ class SharedMemory(PointToPoint):
             return super().gather(out, source, unit=unit, tag=tag)
         self._note(unit, "gather", source.own.numel(), out.dtype)
         # No rank waits for another here, so sync points compare what all have gathered.
-        self.log.events.append(weights_of(unit))
+        self.watchdog.events.append(weights_of(unit))
         for part, shard in zip(out.chunk(self.size), source.of_ranks, strict=True):
             copy(part, shard)
         return Pending()
@@ -263,8 +262,6 @@ class SharedMemory(PointToPoint):
         own.num_published += 1
         mine = torch.tensor([*own.address, own.num_published], device="cpu")
         theirs = {peer: torch.empty_like(mine) for peer in self.sources}
-        collective = self.log.begin(gradients_of(unit))
-        works = self.start(theirs, dict.fromkeys(self.targets, mine), 4 * tag + 2)
 
         def add_up() -> None:
             tokens = {peer: box.tolist() for peer, box in theirs.items()}
@@ -278,7 +275,8 @@ class SharedMemory(PointToPoint):
                 window.readers[self.rank] = tokens[peer][-1]
             self._free.append(own)
 
-        return Pending(*works, then=add_up, begun=(self.log, collective))
+        sends = dict.fromkeys(self.targets, mine)
+        return self._send(gradients_of(unit), theirs, sends, 4 * tag + 2, then=add_up)
 
     @override
     def drop_outgrown(self) -> None:

@@ -1,6 +1,6 @@
 """The data plane: transports of weights and gradients.
 
-:class:`PointToPoint` sends messages by gloo. Torch's gloo reduce-scatter sends the whole buffer and
+:class:`Transport` sends messages by gloo. Torch's gloo reduce-scatter sends the whole buffer and
 its all-gather copies twice, while messages that land in place take a third of the time (64 MiB, two
 ranks, torch 2.13, by `make wires`: 20 against 73 ms to reduce, where an all-reduce takes 37, and 19
 against 57 ms to gather). Every message carries the unit's number as its tag, so two ranks that
@@ -10,8 +10,6 @@ of NCCL and every other backend.
 
 from __future__ import annotations
 
-import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -22,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm.collective_log import CollectiveId, CollectiveLog
-from lightning_zero.comm.control import Control
+from lightning_zero.comm.control import Control, Pending
 from lightning_zero.comm.mesh import Axis
 from lightning_zero.comm.process_groups import group_for
 from lightning_zero.comm.traffic import Ledger
@@ -36,38 +33,6 @@ from lightning_zero.tensors import (
     lasting_tensors,
     unseen,
 )
-
-
-class Pending:
-    """Transfers in flight, and a function to call when they have arrived.
-
-    Args:
-        *works: The transfers; none if they have arrived.
-        then: The function.
-        kept: Tensors that live until then.
-        begun: The log and its entry, if the transfers are a collective of this package.
-    """
-
-    def __init__(
-        self,
-        *works: Work,
-        then: Callable[[], object] | None = None,
-        kept: Sequence[Tensor] = (),
-        begun: tuple[CollectiveLog, CollectiveId] | None = None,
-    ) -> None:
-        self._works, self._then, self._kept, self._begun = works, then, kept, begun
-
-    def wait(self) -> None:
-        """Wait until all have arrived, then call the function; do nothing the second time."""
-        works, self._works = self._works, ()
-        if self._begun is not None:
-            self._begun[0].wait(self._begun[1], works)
-        else:
-            for work in works:
-                work.wait()
-        then, self._then, self._kept = self._then, None, ()
-        if then is not None:
-            then()
 
 
 class Shards(NamedTuple):
@@ -107,8 +72,8 @@ class ReduceBuffer:
         return [self.tensor.as_strided(s.shape, s.stride, s.offset) for s in slots], False
 
 
-class Transport(ABC):
-    """One way to gather weights and to reduce gradients.
+class Transport:
+    """One way to gather weights and to reduce gradients: by messages between each pair of ranks.
 
     1. :meth:`share` once for all masters, a collective.
     2. :meth:`gather` for a unit's weights.
@@ -120,12 +85,12 @@ class Transport(ABC):
     5. :meth:`release_scratch` when a backward pass is over, :meth:`drop_outgrown` between steps,
        :meth:`release` at the end.
 
-    Memory for a message is allocated before the log notes that it begins: a rank that runs out of
-    memory must fail before the others send theirs.
+    Memory for a message is allocated before the watchdog knows that it begins: a rank that runs out
+    of memory must fail before the others send theirs.
 
     Args:
         control: The control plane of all ranks.
-        axis: The ranks that gather and reduce.
+        axis: The ranks that gather and reduce; a single one sends nothing.
         device: Where weights and gradients are.
 
     Attributes:
@@ -141,11 +106,16 @@ class Transport(ABC):
     def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
         self.axis = axis
         self.rank, self.size = axis.rank, axis.size
-        self.control = control
+        self.control, self.watchdog = control, control.watchdog
+        self.device = device
         self.ledger = Ledger()
         self.passing = {kind: WeakSet[torch.UntypedStorage]() for kind in ("gathered", "unreduced")}
-        self.log = control.log
-        self.device = device
+        # Buffers for what is received; those that are free again within a backward pass.
+        self._scratch = WeakSet[torch.UntypedStorage]()
+        self._free_inboxes: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        others = range(1, self.size)
+        self.sources = [(self.rank - step) % self.size for step in others]
+        self.targets = [(self.rank + step) % self.size for step in others]
 
     @property
     def gathers_together(self) -> bool:
@@ -157,61 +127,7 @@ class Transport(ABC):
         """Return whether only the order of gathers tells units' weights apart."""
         return self.size > 1 and not self.has_tags
 
-    @abstractmethod
-    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
-        """Start to fill ``out`` (``[size * n]``) from every rank's shard (``[n]``).
-
-        Dtypes may differ: masters are cast on the way.
-        """
-
-    @abstractmethod
-    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
-        """Start to write this rank's shard of the sum over all ranks to ``out`` (``[n]``).
-
-        ``source`` (``[size * n]``) is given up; ``out`` may have another dtype.
-        """
-
-    @abstractmethod
-    def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str, tag: int) -> Work:
-        """Start an all-to-all of a unit's quantized gradients, in equal parts, in rank order."""
-
-    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
-        """Start to replace ``tensor`` (``[size * n]``) by its sum over all ranks.
-
-        The second of its two steps begins when the first one has been waited for.
-        """
-        source = self.reduce_buffer(tensor.numel(), tensor.dtype)
-        source.tensor.copy_(tensor)
-        part = tensor.new_empty(tensor.numel() // self.size)
-        reduced = self.reduce(part, source, unit=unit, tag=tag)
-        gather = partial(self.gather, tensor, Shards(part), unit=unit, tag=tag)
-        return Pending(reduced, then=lambda: gather().wait())
-
-    def _note(self, unit: str, verb: str, numel: int, dtype: torch.dtype) -> None:
-        """Note that this rank sends ``numel`` elements to each other one."""
-        self.ledger.note(unit, verb, numel * (self.size - 1), dtype.itemsize)
-
-    def exchange(
-        self, sent: Tensor, given: Sequence[int], taken: Sequence[int], among: Axis
-    ) -> Tensor:
-        """Send each rank its part of ``sent``, and return the parts received, in rank order.
-
-        Args:
-            sent: Bytes, the parts in rank order.
-            given: Bytes sent to each rank.
-            taken: Bytes received from each rank.
-            among: The ranks.
-        """
-        if among.size == 1:
-            return sent
-        received = self._lasting(sum(taken), torch.uint8)
-        self.ledger.note("optimizer", "exchange", sent.numel() - given[among.rank], 1)
-        collective = self.log.begin("the exchange of whole parameters")
-        along = among.groups
-        group = group_for("owners", along=along) if len(along) > 1 else None
-        work = dist.all_to_all_single(received, sent, [*taken], [*given], group, async_op=True)
-        self.log.wait(collective, [] if work is None else [work])
-        return received
+    # -- memory ----------------------------------------------------------------------------------
 
     def share(self, extents: Iterable[Extent]) -> Generator[Shards, None, None]:
         """Yield memory for masters, with views of every rank's where peers can be read.
@@ -234,11 +150,11 @@ class Transport(ABC):
     @property
     def scratch_bytes(self) -> int:
         """Bytes of receive and reduce buffers, in use or kept for reuse."""
-        return 0
+        return sum(storage.nbytes() for storage in self._scratch)
 
     def release_scratch(self) -> None:
         """Free the receive buffers that a backward pass reused."""
-        return
+        self._free_inboxes.clear()
 
     def drop_outgrown(self) -> None:
         """Free reduce buffers that have become too small; all ranks must have read them."""
@@ -254,6 +170,115 @@ class Transport(ABC):
         if memory.nbytes >= LARGE_BYTES:
             ask_for_large_pages(memory)
         return memory
+
+    # -- messages --------------------------------------------------------------------------------
+
+    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
+        """Start to fill ``out`` (``[size * n]``) from every rank's shard (``[n]``).
+
+        Dtypes may differ: masters are cast on the way.
+        """
+        self._note(unit, "gather", source.own.numel(), out.dtype)
+        parts = out.chunk(self.size)
+        own = parts[self.rank]
+        copy(own, source.own)
+        receives = {peer: parts[peer] for peer in self.sources}
+        return self._send(weights_of(unit), receives, dict.fromkeys(self.targets, own), 4 * tag)
+
+    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
+        """Start to write this rank's shard of the sum over all ranks to ``out`` (``[n]``).
+
+        ``source`` (``[size * n]``) is given up; ``out`` may have another dtype.
+        """
+        self._note(unit, "reduce", out.numel(), source.tensor.dtype)
+        parts = source.tensor.chunk(self.size)
+        own = parts[self.rank]
+        free = self._free_inboxes.setdefault((own.numel(), own.dtype), [])
+        inbox = {peer: free.pop() if free else self._inbox(own) for peer in self.sources}
+
+        def add_up() -> None:
+            # In the order of the ranks, so that every stage and every rank gets the same bits.
+            sum_into(out, [inbox.get(rank, own) for rank in range(self.size)])
+            free.extend(inbox.values())
+
+        sends = {peer: parts[peer] for peer in self.targets}
+        return self._send(gradients_of(unit), inbox, sends, 4 * tag + 1, then=add_up)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str, tag: int) -> Work:
+        """Start an all-to-all of a unit's quantized gradients, in equal parts, in rank order."""
+        self._note(unit, "reduce", sent.numel() // self.size, sent.dtype)
+        theirs, ours = received.chunk(self.size), sent.chunk(self.size)
+        copy(theirs[self.rank], ours[self.rank])
+        receives = {peer: theirs[peer] for peer in self.sources}
+        sends = {peer: ours[peer] for peer in self.targets}
+        return self._send(gradients_of(unit), receives, sends, 4 * tag + 3)
+
+    def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
+        """Start to replace ``tensor`` (``[size * n]``) by its sum over all ranks.
+
+        The second of its two steps begins when the first one has been waited for.
+        """
+        source = self.reduce_buffer(tensor.numel(), tensor.dtype)
+        source.tensor.copy_(tensor)
+        part = tensor.new_empty(tensor.numel() // self.size)
+        reduced = self.reduce(part, source, unit=unit, tag=tag)
+        gather = partial(self.gather, tensor, Shards(part), unit=unit, tag=tag)
+        return Pending([reduced], then=lambda: gather().wait())
+
+    def exchange(
+        self, sent: Tensor, given: Sequence[int], taken: Sequence[int], among: Axis
+    ) -> Tensor:
+        """Send each rank its part of ``sent``, and return the parts received, in rank order.
+
+        Args:
+            sent: Bytes, the parts in rank order.
+            given: Bytes sent to each rank.
+            taken: Bytes received from each rank.
+            among: The ranks.
+        """
+        if among.size == 1:
+            return sent
+        received = self._lasting(sum(taken), torch.uint8)
+        self.ledger.note("optimizer", "exchange", sent.numel() - given[among.rank], 1)
+        collective = self.watchdog.begin("the exchange of whole parameters")
+        along = among.groups
+        group = group_for("owners", along=along) if len(along) > 1 else None
+        work = dist.all_to_all_single(received, sent, [*taken], [*given], group, async_op=True)
+        self.watchdog.wait(collective, [] if work is None else [work])
+        return received
+
+    def _inbox(self, like: Tensor) -> Tensor:
+        box = torch.empty_like(like)
+        self._scratch.add(box.untyped_storage())
+        return box
+
+    def _send(
+        self,
+        name: str,
+        receives: Mapping[int, Tensor],
+        sends: Mapping[int, Tensor],
+        tag: int,
+        then: Callable[[], object] | None = None,
+    ) -> Pending:
+        """Start to receive from and to send to peers, by their ranks on the axis."""
+        collective = self.watchdog.begin(name)
+        # Not `irecv` and `isend`, whose checks take longer than the messages of a small unit.
+        group: Any = dist.group.WORLD
+        ranks, tag = self.axis.ranks, self.control.first_tag + tag
+        try:
+            with unseen():
+                works = [
+                    *[group.recv([m], ranks[r], tag) for r, m in receives.items() if m.numel()],
+                    *[group.send([m], ranks[r], tag) for r, m in sends.items() if m.numel()],
+                ]
+        except RuntimeError as error:
+            self.watchdog.explain(error)
+            raise
+        return Pending(works, then=then, begun=(self.watchdog, collective))
+
+    def _note(self, unit: str, verb: str, numel: int, dtype: torch.dtype) -> None:
+        """Note that this rank sends ``numel`` elements to each other one."""
+        self.ledger.note(unit, verb, numel * (self.size - 1), dtype.itemsize)
 
 
 def weights_of(unit: str) -> str:
@@ -286,93 +311,6 @@ def copy(out: Tensor, source: Tensor) -> None:
     """
     if out.data_ptr() != source.data_ptr():
         out.copy_(source)
-
-
-class PointToPoint(Transport):
-    """A transport by messages between each pair of ranks; a single rank sends none."""
-
-    def __init__(self, control: Control, axis: Axis, device: torch.device) -> None:
-        super().__init__(control, axis, device)
-        # Buffers for what is received, reused within a backward pass, and bytes of those in use.
-        self._inboxes: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        self._bytes_in_use = 0
-        others = range(1, self.size)
-        self.sources = [(self.rank - step) % self.size for step in others]
-        self.targets = [(self.rank + step) % self.size for step in others]
-
-    @override
-    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
-        self._note(unit, "gather", source.own.numel(), out.dtype)
-        parts = out.chunk(self.size)
-        own = parts[self.rank]
-        copy(own, source.own)
-        collective = self.log.begin(weights_of(unit))
-        if not out.numel():
-            return Pending()
-        receives = {peer: parts[peer] for peer in self.sources}
-        works = self.start(receives, dict.fromkeys(self.targets, own), 4 * tag)
-        return Pending(*works, begun=(self.log, collective))
-
-    @override
-    def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
-        self._note(unit, "reduce", out.numel(), source.tensor.dtype)
-        parts = source.tensor.chunk(self.size)
-        own = parts[self.rank]
-        free = self._inboxes.setdefault((own.numel(), own.dtype), [])
-        inbox = {peer: free.pop() if free else torch.empty_like(own) for peer in self.sources}
-        self._bytes_in_use += len(inbox) * own.nbytes
-        collective = self.log.begin(gradients_of(unit))
-        if not own.numel():
-            return Pending()
-        works = self.start(inbox, {peer: parts[peer] for peer in self.targets}, 4 * tag + 1)
-
-        def add_up() -> None:
-            # In the order of the ranks, so that every stage and every rank gets the same bits.
-            sum_into(out, [inbox.get(rank, own) for rank in range(self.size)])
-            self._bytes_in_use -= len(inbox) * own.nbytes
-            free.extend(inbox.values())
-
-        return Pending(*works, then=add_up, begun=(self.log, collective))
-
-    @override
-    def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str, tag: int) -> Work:
-        self._note(unit, "reduce", sent.numel() // self.size, sent.dtype)
-        theirs, ours = received.chunk(self.size), sent.chunk(self.size)
-        copy(theirs[self.rank], ours[self.rank])
-        collective = self.log.begin(gradients_of(unit))
-        if not sent.numel():
-            return Pending()
-        receives = {peer: theirs[peer] for peer in self.sources}
-        works = self.start(receives, {peer: ours[peer] for peer in self.targets}, 4 * tag + 3)
-        return Pending(*works, begun=(self.log, collective))
-
-    def start(
-        self, receives: Mapping[int, Tensor], sends: Mapping[int, Tensor], tag: int
-    ) -> list[Work]:
-        """Start to receive from and to send to peers, by their ranks on the axis."""
-        # Not `irecv` and `isend`, whose checks take longer than the messages of a small unit.
-        group: Any = dist.group.WORLD
-        ranks, tag = self.axis.ranks, self.control.first_tag + tag
-        try:
-            with unseen():
-                return [
-                    *[group.recv([tensor], ranks[peer], tag) for peer, tensor in receives.items()],
-                    *[group.send([tensor], ranks[peer], tag) for peer, tensor in sends.items()],
-                ]
-        except RuntimeError as error:
-            self.log.explain(error)
-            raise
-
-    @override
-    def release_scratch(self) -> None:
-        self._inboxes.clear()
-        self._bytes_in_use = 0
-
-    @property
-    @override
-    def scratch_bytes(self) -> int:
-        free = itertools.chain.from_iterable(self._inboxes.values())
-        return self._bytes_in_use + sum(box.nbytes for box in free)
 
 
 # torch 2.13 renamed the two and warns about the old names.
@@ -422,10 +360,10 @@ class Collectives(Transport):
         self._note(unit, "gather", source.own.numel(), out.dtype)
         own = out.view(self.size, -1)[self.rank]
         copy(own, source.own)
-        collective = self.log.begin_untagged(weights_of(unit), "gather")
+        collective = self.watchdog.begin_untagged(weights_of(unit), "gather")
         with unseen():
             work = _all_gather(out, own, group=self._gather_group, async_op=True)
-        return Pending(work, begun=(self.log, collective))
+        return Pending([work], begun=(self.watchdog, collective))
 
     @override
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
@@ -433,32 +371,32 @@ class Collectives(Transport):
         buffer = source.tensor
         lands = out.dtype == buffer.dtype
         landing = out if lands else buffer.new_empty(out.shape)
-        collective = self.log.begin(gradients_of(unit), "reduce")
+        collective = self.watchdog.begin(gradients_of(unit), "reduce")
         real = buffer.dtype.to_real()  # NCCL has no complex numbers; their parts are summed
         with unseen():
             work = _reduce_scatter(
                 landing.view(real), buffer.view(real), group=self._reduce_group, async_op=True
             )
         return Pending(
-            work,
+            [work],
             then=None if lands else lambda: copy(out, landing),
-            begun=(self.log, collective),
+            begun=(self.watchdog, collective),
         )
 
     @override
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
         for verb in ("reduce", "gather"):
             self._note(unit, verb, tensor.numel() // self.size, tensor.dtype)
-        collective = self.log.begin(gradients_of(unit), "reduce")
+        collective = self.watchdog.begin(gradients_of(unit), "reduce")
         real = tensor.view(tensor.dtype.to_real())
         with unseen():
             work = dist.all_reduce(real, group=self._reduce_group, async_op=True)
-        return Pending(*([] if work is None else [work]), begun=(self.log, collective))
+        return Pending([] if work is None else [work], begun=(self.watchdog, collective))
 
     @override
     def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str, tag: int) -> Work:
         self._note(unit, "reduce", sent.numel() // self.size, sent.dtype)
-        collective = self.log.begin(gradients_of(unit), "reduce")
+        collective = self.watchdog.begin(gradients_of(unit), "reduce")
         with unseen():
             work = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)
-        return Pending(*([] if work is None else [work]), begun=(self.log, collective))
+        return Pending([] if work is None else [work], begun=(self.watchdog, collective))

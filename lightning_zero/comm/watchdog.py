@@ -1,4 +1,4 @@
-"""A watchdog that ends a run on all ranks, with one error, when one of them cannot go on.
+"""The collectives of this rank, and what ends a run on all ranks when one of them cannot go on.
 
 Ranks fail in five ways, and each is found in one::
 
@@ -14,26 +14,25 @@ Every rank has a connection to a **hub** in the process of rank 0. Nothing is se
 
     main thread             watchdog's thread                         hub, in a thread of rank 0
 
-    begin, wait ── log ──>  waits for 2 s? ────────── place ───────>
-                                                                      all wait, each for what
-                            waits still? <─────────── ask ──────────  another has not begun?
-                                         ──────────── answer ──────>  each has waited all the time?
+    begin, wait ─────────>  has waited for 2 s? ───── place ───────>  each waits for what another
+                                                                      has not begun?
     raises ────────────────────────────────────────── failed ──────>  the first error ends the run
     a message fails ───────────────────────────────── lost ────────>
-    needs no more ─────────────────────────────────── left ────────>
-                            has the run ended? <───── end ──────────
+    needs no more ─────────────────────────────────── place ───────>
+                            has the run ended? <───── end, failed ──
     the wait raises <─────  gives up all connections
     raises the error
 
-A deadlock is not guessed but **proven**: when rank 0 asks, all ranks wait at the same time, each
-for a collective that another of them has not begun. A rank that computes, loads data or writes a
-file may take as long as it likes: it has no place. On a device, messages are only queued, and the
-host may be blocked anywhere behind one that never ends. So a rank that begins nothing for 5 s is in
-the place of the last message that it has queued, as if it waited for that; the proof is the same.
+A deadlock is not guessed but **proven**: each rank waits for a collective that another of them has
+not begun. They need not wait at the same time: the first that has gone on since it told so would
+have needed another that went on before. A rank that computes, loads data or writes a file may take
+as long as it likes: it has no place. On a device, messages are only queued, and the host may be
+blocked anywhere behind one that never ends. So a rank that begins nothing for 5 s is in the place
+of the last message that it has queued, as if it waited for that; the proof is the same.
 
 A rank that waits when the run ends gives up its connections at once, so that the wait raises, or
 after :data:`LAST_SECONDS` if another has raised an exception. One that computes raises at its next
-collective; if it waits in a collective of the user's own, which no log knows, it gives up its
+collective; if it waits in a collective of the user's own, which no watchdog knows, it gives up its
 connections :data:`GRACE_SECONDS` later.
 
 After the set-up no rank asks the store of the process group for anything: rank 0, which usually
@@ -54,18 +53,17 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from multiprocessing.connection import wait
 from multiprocessing.util import Finalize
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 from lightning_zero.comm import process_groups
-from lightning_zero.comm.collective_log import CollectiveLog
 from lightning_zero.comm.hosts import LOST_SECONDS, SILENT, end_when_silent, own_address
 
 log = logging.getLogger(__name__)
@@ -87,7 +85,7 @@ LAST_SECONDS = 1.0
 begun it: where all ranks raise at one place, each gets there and raises its own exception."""
 
 _ANSWER_SECONDS = 5
-"""How long a rank waits for its hub: to connect, to send, and for an answer."""
+"""How long a rank waits for its hub: to connect, to send, and for the end of the run."""
 
 TOUCH = "access between steps to the weights of"
 GRADIENT = "access to a gradient"
@@ -115,18 +113,38 @@ _CURES = {
 """What to do, by the first of these keys that a rank's place contains."""
 
 
-@dataclass(frozen=True)
-class Place:
+class CollectiveId(NamedTuple):
+    """One collective.
+
+    Attributes:
+        name: Its name, as shown in errors.
+        channel: Collectives of one channel are told apart by their order; by default its name.
+        number: Its number in its channel, from 1.
+    """
+
+    name: str
+    channel: str
+    number: int
+
+
+class Wait(NamedTuple):
+    """A wait for a collective, its start by ``time.monotonic``, and the function that waits."""
+
+    collective: CollectiveId
+    since: float
+    frame: FrameType
+
+
+class Place(NamedTuple):
     """Where a rank waits, or may be blocked, or that it has left the run.
 
     Attributes:
         name: The collective that it waits for; empty if it has left.
-        channel: As in `CollectiveId`.
-        number: As in `CollectiveId`.
+        channel: As in :class:`CollectiveId`.
+        number: As in :class:`CollectiveId`.
         step: Optimizer steps that it has ended.
         caller: The line of the user's code that led to the wait; empty for a rank that waits
             nowhere, whose device may wait for the collective.
-        wait: A number that changes when the rank goes on.
         begun: How many collectives of each channel it has begun.
         queued: The number and name of its last collective without a tag, if there was one.
     """
@@ -136,8 +154,7 @@ class Place:
     number: int
     step: int
     caller: str = ""
-    wait: int = 0
-    begun: dict[str, int] = field(default_factory=dict)
+    begun: Mapping[str, int] = {}
     queued: Sequence[Any] = (0, "")
 
     def __str__(self) -> str:
@@ -290,8 +307,6 @@ class Hub:
         self._places: dict[int, Place] = {}
         self._gone: list[int] = []
         self._loss: tuple[int, str] | None = None
-        self._suspects: dict[int, int] = {}
-        self._round, self._answers = 0, set[int]()
         self._end: tuple[str, str] | None = None
 
     @property
@@ -336,78 +351,68 @@ class Hub:
         """Take a message of a rank."""
         if kind == "failed":
             self._publish(value, "failed")
-        elif kind == "lost":
-            error, place = value
-            self._note(rank, place)
-            self._loss = rank, error
         elif kind == "silent":
             ranks = next((ranks for ranks in self.hosts.values() if rank in ranks), [rank])
             self._publish(_lost_host(ranks), is_news=True)
-        elif kind == "closed":
-            if rank not in self._places or self._places[rank].name:
-                self._note(rank, None)
+        elif kind != "closed" or rank not in self._places or self._places[rank].name:
+            if kind == "closed":  # without having left
                 self._gone.append(rank)
-        else:
-            if kind == "answer":
-                number, value = value
-                self._answers |= {rank} if number == self._round else set()
-            self._note(rank, value)
-            self._look_for_deadlock()
-
-    def _note(self, rank: int, place: Any) -> None:
-        self._places.pop(rank, None)
-        if place is not None:
-            self._places[rank] = Place(**place)
-
-    def _look_for_deadlock(self) -> None:
-        """End the run if all ranks are stuck, and have stayed where they were when asked."""
-        waits = {rank: place.wait for rank, place in self._places.items() if place.name}
-        if len(self._places) < self._world_size or not are_stuck(self._places):
-            self._suspects = {}
-        elif waits != self._suspects:
-            self._suspects, self._answers = waits, set()
-            self._round += 1
-            self._send("ask", self._round)
-        elif self._answers == set(waits):
-            self._publish(diverged(self._places), is_news=True)
+            elif kind == "lost":
+                error, value = value
+                self._loss = rank, error
+            self._places.pop(rank, None)
+            if value is not None:
+                self._places[rank] = Place(*value)
+            if len(self._places) == self._world_size and are_stuck(self._places):
+                self._publish(diverged(self._places), is_news=True)
 
     def _publish(self, end: str, kind: str = "end", *, is_news: bool = False) -> None:
         """End the run on all ranks with an error, unless it has ended."""
         if self._end is None:
             self._end = kind, end
-            self._send(kind, end)
+            for line in self._lines:
+                line.send(kind, end)
             if is_news:
                 log.error("%s", end)
-
-    def _send(self, kind: str, value: Any) -> None:
-        for line in self._lines:
-            line.send(kind, value)
 
 
 # -- the watch -------------------------------------------------------------------------------------
 
 
 class Watchdog:
-    """A watch over this rank's waits, kept by a background thread.
+    """The collectives of this rank, watched by a background thread.
 
-    Args:
-        collectives: The log of this rank.
+    Every transfer is noted here, which takes only a few calls and no message.
 
     Attributes:
+        step: Optimizer steps that have ended.
+        events: What has happened since the last sync point that must happen in the same order on
+            all ranks.
+        begun: How many collectives of each channel have begun.
+        untagged: The last collective that only its order identifies, if there was one.
+        waiting: The wait that is under way, if any.
+        verdict: The error that ended the run on all ranks.
+        is_over: Whether the connections are given up, so that every collective raises the verdict.
+            Until then, collectives that the others have begun too still end.
         has_left: Whether this rank is in no run that is watched.
     """
 
-    def __init__(self, collectives: CollectiveLog) -> None:
+    def __init__(self) -> None:
+        self.step = 0
+        self.events: list[str] = []
+        self.begun: Counter[str] = Counter()
+        self.untagged: CollectiveId | None = None
+        self.waiting: Wait | None = None
+        self.verdict = ""
+        self.is_over = False
         self.has_left = True
-        self._log = collectives
         self._rank, self._neighbors = 0, [0]
         self._line: Line | None = None
-        self._told = 0
+        self._told: Place | None = None
         self._has_ended = threading.Event()
         self._ended_at: float | None = None
-        self._looks = 0
-        # The collectives begun, and since which look and time there are no more.
-        self._quiet = (0, 0, 0.0)
+        # The number of collectives begun, and since when there are no more.
+        self._quiet = 0, 0.0
 
     def join(self, rank: int, world_size: int, exchange: Callable[[Any], list[Any]]) -> int:
         """Join the run of ``world_size`` ranks, and return its number, the same on all ranks.
@@ -439,37 +444,87 @@ class Watchdog:
         self._line = Line(connection)
         self._line.send("hello", (word, rank))
         self.has_left = False
-        self._log.explain = self.explain
         _watchdogs[id(self)] = self
         return int(number)
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def begin(self, name: str, channel: str = "") -> CollectiveId:
+        """Note that this rank begins a collective."""
+        if self.is_over:
+            raise RuntimeError(self.verdict)
+        channel = channel or name
+        self.begun[channel] += 1
+        return CollectiveId(name, channel, self.begun[channel])
+
+    def begin_untagged(self, name: str, channel: str) -> CollectiveId:
+        """Note that this rank begins a collective that only its order identifies."""
+        collective = self.untagged = self.begin(name, channel)
+        self.events.append(name)
+        return collective
+
+    def wait(self, collective: CollectiveId, works: Iterable[Any]) -> None:
+        """Wait for ``works``, which end when the others have begun the collective too.
+
+        Raises:
+            RuntimeError: Ranks wait for each other in different places.
+        """
+        if self.is_over:
+            # Gloo may wait forever for works after one has failed.
+            raise RuntimeError(self.verdict)
+        # Not within `explained`, as a context would cost six calls for every message.
+        self.waiting = Wait(collective, monotonic(), sys._getframe(1))
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self.explain(error)
+            raise
+        finally:
+            self.waiting = None
+
+    @contextlib.contextmanager
+    def at(self, name: str) -> Iterator[None]:
+        """Begin a collective, and mark code that waits for it."""
+        self.waiting = Wait(self.begin(name), monotonic(), sys._getframe(2))
+        try:
+            with self.explained():
+                yield
+        finally:
+            self.waiting = None
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Mark code that may find another rank gone: its errors are passed to :meth:`explain`."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.explain(error)
+            raise
 
     # -- where this rank is ----------------------------------------------------------------------
 
     def place(self, patience: float = 0.0) -> Place | None:
         """Return where this rank has waited, or been blocked, for ``patience`` seconds, if so."""
-        self._looks += 1
-        before, first_look, since = self._quiet
-        if (count := sum(dict(self._log.begun).values())) != before:
-            first_look, since = self._looks, monotonic()
-        self._quiet = count, first_look, since
-        last = self._log.untagged
-        if (waiting := self._log.waiting) is not None:
-            collective, caller = waiting.collective, _caller(waiting.frame)
-            number, since = waiting.number, waiting.since
-        elif last is not None and monotonic() - since > QUIET_SECONDS:
-            collective, caller, number = last, "", -first_look
+        waiting, last = self.waiting, self.untagged
+        # Read after the wait: what has begun meanwhile may hide a deadlock, but not feign one.
+        begun = dict(self.begun)
+        if (count := sum(begun.values())) != self._quiet[0]:
+            self._quiet = count, monotonic()
+        if waiting is not None:
+            collective, caller, since = waiting.collective, _caller(waiting.frame), waiting.since
+        elif last is not None and monotonic() - self._quiet[1] > QUIET_SECONDS:
+            collective, caller, since = last, "", self._quiet[1]
         else:
             return None
         if monotonic() - since < patience:
             return None
-        return Place(
-            *collective, self._log.step, caller, wait=number, begun=dict(self._log.begun),
-            queued=(0, "") if last is None else (last.number, last.name),
-        )  # fmt: skip
+        queued = (0, "") if last is None else (last.number, last.name)
+        return Place(*collective, self.step, caller, begun, queued)
 
     def describe(self, name: str) -> str:
         """Return a description of this rank, which waits for the collective of this name."""
-        return str(Place(name, "", 0, self._log.step, _caller(sys._getframe(1))))
+        return str(Place(name, "", 0, self.step, _caller(sys._getframe(1))))
 
     # -- the end of a run ------------------------------------------------------------------------
 
@@ -477,23 +532,20 @@ class Watchdog:
         """Raise the error that ends the run if ``error`` is of a broken connection."""
         if not self.has_left and process_groups.is_of_connection(error):
             self._lose(error)
-            raise RuntimeError(self._log.verdict) from error
+            raise RuntimeError(self.verdict) from error
 
     def _lose(self, error: BaseException) -> None:
         """End the run because a connection has broken, unless it has ended."""
-        if self._log.verdict:
-            self._log.is_over = True
-            return
-        what = next(iter(str(error).splitlines()), "")
-        if self._line is not None:
-            self._line.send("lost", (what, _sent(self.place())))
-            self._has_ended.wait(_ANSWER_SECONDS)
-        # Before anything is given up: a rank that its device lets go must raise it.
-        if not self._log.verdict:
-            self._log.verdict = _lost(what, {0: "does not answer" if self._line else "has exited"})
-        self._log.is_over = True
-        # What a device still sends would never arrive, and the process could not exit.
-        process_groups.give_up_devices()
+        if not self.verdict:
+            what = next(iter(str(error).splitlines()), "")
+            if self._tell("lost", (what, self.place())):
+                self._has_ended.wait(_ANSWER_SECONDS)
+            # Before anything is given up: a rank that its device lets go must raise it.
+            gone = {0: "does not answer" if self._line else "has exited"}
+            self.verdict = self.verdict or _lost(what, gone)
+            # What a device still sends would never arrive, and the process could not exit.
+            process_groups.give_up_devices()
+        self.is_over = True
 
     def end(self, error: BaseException) -> None:
         """End the run on all ranks because ``error`` ends it on this one.
@@ -504,9 +556,8 @@ class Watchdog:
             return
         if process_groups.is_of_connection(error):
             self._lose(error)
-            error.__cause__, error.args = RuntimeError(*error.args), (self._log.verdict,)
-        elif not self._log.verdict and self._line is not None:
-            self._line.send("failed", _failed(self._rank, self._log.step, error))
+            error.__cause__, error.args = RuntimeError(*error.args), (self.verdict,)
+        elif not self.verdict and self._tell("failed", _failed(self._rank, self.step, error)):
             self._has_ended.wait(_ANSWER_SECONDS)  # until all have been told
 
     def leave(self) -> None:
@@ -519,8 +570,14 @@ class Watchdog:
         _watchdogs.pop(id(self), None)
         line, self._line = self._line, None
         if line is not None and _process == os.getpid():
-            line.send("left", _sent(Place("", "", 0, self._log.step, begun=dict(self._log.begun))))
+            line.send("place", Place("", "", 0, self.step, begun=dict(self.begun)))
             line.close()
+
+    def _tell(self, kind: str, value: Any) -> bool:
+        """Send the hub a message; return whether it is there."""
+        if (line := self._line) is not None:
+            line.send(kind, value)
+        return line is not None
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -530,12 +587,10 @@ class Watchdog:
         return [] if self._line is None else [self._line]
 
     def look(self) -> None:
-        """Answer the hub, tell it where this rank is if it has waited for long, and obey it."""
+        """Tell the hub where this rank is if it has waited for long, and obey the hub."""
         for line in self.ends:
             for kind, value in line.receive():
-                if kind == "ask":
-                    line.send("answer", (value, _sent(self.place())))
-                elif kind in ("failed", "end"):
+                if kind in ("failed", "end"):
                     self._stop(value, is_over=kind == "end")
                 elif kind == "silent":
                     log.error("%s", end := _lost_host(self._neighbors))
@@ -545,46 +600,33 @@ class Watchdog:
                     self._has_ended.set()
         if self._ended_at is not None:
             self._obey(self._ended_at)
-        elif what := process_groups.failure_on_device():
-            self._stop_for_device(what)
-        else:
-            for line in self.ends:
-                here = self.place(PATIENCE)
-                before, self._told = self._told, here.wait if here else 0
-                if self._told != before:
-                    line.send("place", _sent(here))
+        elif what := process_groups.failure_on_device():  # this rank may be blocked by it
+            if not self._tell("lost", (what, self.place())):
+                self._stop(_lost(what, {0: "has exited"}))
+                process_groups.give_up_devices()
+        elif (here := self.place(PATIENCE)) != self._told:
+            self._told = here
+            self._tell("place", here)
 
     def _stop(self, end: str, *, is_over: bool = True) -> None:
         """End the run on this rank."""
-        self._log.verdict = self._log.verdict or end
-        self._log.is_over = self._log.is_over or is_over
+        self.verdict = self.verdict or end
+        self.is_over = self.is_over or is_over
         self._ended_at = monotonic()
         for line in self.ends:
             line.close()
         self._line = None
         self._has_ended.set()
 
-    def _stop_for_device(self, what: str) -> None:
-        """End the run because a device has failed: this rank may be blocked by it."""
-        for line in self.ends:
-            line.send("lost", (what, _sent(self.place())))
-        if self._line is None:
-            self._stop(_lost(what, {0: "has exited"}))
-            process_groups.give_up_devices()
-
     def _obey(self, ended_at: float) -> None:
-        """Make this rank's waits raise, also those that the log does not know."""
-        waiting = self._log.waiting
-        patience = TICK if self._log.is_over else LAST_SECONDS
+        """Make this rank's waits raise, also those that no watchdog knows."""
+        waiting = self.waiting
+        patience = TICK if self.is_over else LAST_SECONDS
         waits = waiting is not None and monotonic() - waiting.since > patience
         if waits or monotonic() - ended_at > GRACE_SECONDS:
             self._ended_at = ended_at if waits else inf
-            self._log.is_over = True
+            self.is_over = True
             process_groups.give_up()
-
-
-def _sent(place: Place | None) -> dict[str, Any] | None:
-    return None if place is None else asdict(place)
 
 
 # -- frames ----------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class Engine:
             yield outputs.append
         except BaseException as error:
             self.reset()
-            self.comm.control.log.explain(error)
+            self.comm.control.watchdog.explain(error)
             raise
         if not awaits_backward:
             self._step.keeps_graph = False
@@ -235,7 +235,7 @@ class Engine:
         self.sharded.refresh(units, only_stepped=True)
         for transport in self.comm.transports.values():
             transport.ledger.end_step()
-        self.comm.control.log.step += 1
+        self.comm.control.watchdog.step += 1
 
     # -- loading ---------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from lightning_zero.comm import PendingSync, SyncPoint
+from lightning_zero.comm import Pending, SyncPoint
 from lightning_zero.engine.rank_check import ChangeCheck
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
@@ -41,7 +41,7 @@ class ReductionOrder:
         # At most one reduction and, behind it, one sum over the copies.
         self._under_way: list[Unit] = []
         self._has_copies = sharded.comm.mesh.replicate.size > 1
-        self._work: PendingSync | None = None
+        self._work: Pending | None = None
 
     def begin(self, forward_order: Iterable[int]) -> None:
         """Begin a backward pass, and start to exchange which units each rank ran.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Communicator, Pending, PendingSync, SyncPoint
+from lightning_zero.comm import Communicator, Pending, SyncPoint
 from lightning_zero.engine.module_hook import Hooks
 from lightning_zero.engine.rank_check import require_equal_gradients
 from lightning_zero.engine.reductions import ReductionOrder
@@ -61,7 +61,7 @@ class Step:
         # sync points of its own, which find the same differences.
         in_order = sharded.comm.transport.gathers_in_order
         self._checks_order = sharded.reshards and in_order
-        self.order_check: PendingSync | Pending = Pending()
+        self.order_check: Pending = Pending()
         # Whether a call of the module itself has entered the step and must leave it.
         self._is_called = False
         sharded.compute = self._compute

@@ -176,7 +176,7 @@ class Store:
         sent, transport = self.master.numel() * (size - 1), self.comm.transport
         transport.ledger.note(unit, "gather", sent, out.element_size())
         if size > 1:
-            transport.log.events.append(weights_of(unit))
+            transport.watchdog.events.append(weights_of(unit))
         pairs = zip(out.chunk(size), shards, strict=True)
         return self.comm.host_copies.up_from_files(_reading(unit), pairs, Pending)
 

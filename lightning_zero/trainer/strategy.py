@@ -462,7 +462,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
             return super().all_gather(tensor, *args, **kwargs)
 
     def _collective(self, place: str) -> AbstractContextManager[Any]:
-        return nullcontext() if self._run is None else self._run.comm.control.log.at(place)
+        return nullcontext() if self._run is None else self._run.comm.control.watchdog.at(place)
 
     def _leave_ranks(self) -> None:
         if self._run is not None:

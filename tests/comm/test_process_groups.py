@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed import HashStore, Store
 
 from lightning_zero import ZeROStrategy
 from lightning_zero.comm import (
@@ -27,7 +29,7 @@ from lightning_zero.comm import (
     transport,
     watchdog,
 )
-from lightning_zero.comm.process_groups import destroy, group_for, new_group_of_hosts
+from lightning_zero.comm.process_groups import group_for, store_of_incarnation
 from tests.oracle.models import Block
 from tests.oracle.projects import Regression, make_trainer, rows, wired
 from tests.oracle.ranks import Pools
@@ -67,27 +69,6 @@ def test_runs_of_the_trainer_leave_no_groups(ranks: Pools, tmp_path: Path) -> No
     for counts in ranks(2).run(run_each_way, str(tmp_path)):
         for way, numbers in counts.items():
             assert numbers == 6 * [numbers[0]], way
-
-
-def make_and_destroy() -> None:
-    before = num_groups()
-    group = new_group_of_hosts()
-    assert num_groups() == before + 1
-    destroy(group)
-    assert num_groups() == before
-    destroy(group)  # ended before, with the default group: nothing to do
-    comm = Communicator(CPU)
-    before = num_groups()
-    other = comm.control.separate()
-    assert num_groups() == before + 1
-    assert other.gather_objects(comm.control.rank) == [0, 1]
-    comm.control.broadcast_object(None)  # all have received
-    comm.control.leave()
-    assert num_groups() == before
-
-
-def test_a_channel_apart_ends_with_its_ranks(ranks: Pools) -> None:
-    ranks(2).run(make_and_destroy)
 
 
 # ---------------------------------------------------------------------------- accelerators
@@ -173,20 +154,6 @@ def test_a_device_without_streams_is_refused_at_setup() -> None:
         Communicator(torch.device("mps"))
 
 
-def alone() -> None:
-    def ask(*_: Any, **__: Any) -> None:
-        raise AssertionError("a rank alone sends nothing")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "group_for", ask)
-        patch.setattr(process_groups, "_new_group", ask)
-        assert not Communicator(CPU, direct=False).transport.gathers_together
-
-
-def test_one_rank_needs_no_group(ranks: Pools) -> None:
-    ranks(1).run(alone)
-
-
 def num_sockets() -> int:
     files = Path("/proc/self/fd").iterdir()
     return sum(file.is_symlink() and "socket" in str(file.readlink()) for file in files)
@@ -200,7 +167,7 @@ def connected(most: int) -> int:
     while any(hub._num_missing for hub in watchdog._hubs):  # it accepts lines in a thread
         time.sleep(0.01)
     time.sleep(2 * watchdog.TICK)  # and closes those of runs that were collected
-    before = num_sockets()
+    before, groups = num_sockets(), num_groups()
     with mock.patch.object(process_groups, "_MOST_CONNECTED", most):
         other = control.separate()
     found = num_sockets() - before
@@ -211,7 +178,9 @@ def connected(most: int) -> int:
     parts = [*other.collect(torch.full((3,), rank, dtype=torch.uint8), [3] * world)]
     assert [part.tolist() for _, part in parts] == [[r] * 3 for r in range(world)] or rank
     other.gather_objects(None)  # all have received
+    assert num_groups() == groups + 1
     control.leave()
+    assert num_groups() == groups
     return found
 
 
@@ -240,3 +209,34 @@ def _host_group_beside_an_accelerator() -> None:
 
 def test_hosts_have_groups_where_the_default_one_is_bound_to_an_accelerator(ranks: Pools) -> None:
     ranks(2).run(_host_group_beside_an_accelerator)
+
+
+# ---------------------------------------------------------------------------- restarts
+
+LONG = timedelta(seconds=60)
+WORLD = 4
+
+
+def test_lives_do_not_see_each_other() -> None:
+    """All meet; some meet and die before all are there; all meet again."""
+    shared = HashStore()
+
+    def live(rank: int, life: int) -> Store:
+        store = store_of_incarnation(shared, rank, WORLD, LONG)
+        store.set(f"address/{rank}", f"{life}")
+        return store
+
+    with ThreadPoolExecutor(WORLD) as ranks:
+        for life in (0, 1):
+            for store in list(ranks.map(live, range(WORLD), [life] * WORLD)):
+                for rank in range(WORLD):
+                    store.wait([f"address/{rank}"], LONG)
+                    assert store.get(f"address/{rank}") == f"{life}".encode()
+            # One that dies while it waits for an answer.
+            with pytest.raises(RuntimeError):
+                store_of_incarnation(shared, 1, WORLD, timedelta(milliseconds=1))
+
+
+def test_missing_ranks_are_named() -> None:
+    with pytest.raises(RuntimeError, match=r"Expected 4 ranks within .* 3 did not join: 1, 2, 3"):
+        store_of_incarnation(HashStore(), 0, WORLD, timedelta(milliseconds=1))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import socket
 import time
-import weakref
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from pytest_mock import MockerFixture
 
-from lightning_zero.comm import Control, SyncPoint, collective_log, process_groups, watchdog
+from lightning_zero.comm import Control, SyncPoint, process_groups, watchdog
 from lightning_zero.comm.watchdog import Hub, Line, Place, are_stuck
 from tests.oracle.launch import run_script
 from tests.oracle.ranks import Pools, RankError, impatient
@@ -24,8 +21,8 @@ from tests.oracle.ranks import Pools, RankError, impatient
 # ---------------------------------------------------------------------------- the proof
 
 
-def at(name: str, number: int, *, wait: int = 1, **begun: int) -> Place:
-    return Place(name, name, number, 0, "train.py:1", wait, begun)
+def at(name: str, number: int, **begun: int) -> Place:
+    return Place(name, name, number, 0, "train.py:1", begun)
 
 
 def queued(name: str, number: int, **begun: int) -> Place:
@@ -75,31 +72,20 @@ class Ranks:
 
     def say(self, rank: int, kind: str, value: Any) -> list[tuple[str, Any]]:
         """Send a message to the hub; return what it sends to that rank."""
-        self.lines[rank].send(kind, asdict(value) if isinstance(value, Place) else value)
+        self.lines[rank].send(kind, value)
         self.hub.serve()
         return [(kind, value) for kind, value in self.lines[rank].receive()]
 
 
-def test_a_deadlock_is_proven_by_ranks_that_stay_where_they_were_when_asked() -> None:
+def test_a_deadlock_ends_the_run_on_all_ranks() -> None:
     ranks, a, b = Ranks(), at("a", 1, a=1), at("b", 1, b=1)
     assert ranks.say(0, "place", a) == []
-    assert ranks.say(1, "place", b) == [("ask", 1)]
-    assert ranks.say(0, "answer", (1, asdict(a))) == [("ask", 1)]
-    later = at("b", 2, wait=2, b=2)  # it had gone on
-    assert ranks.say(1, "answer", (1, asdict(later))) == [("ask", 2)]
-    assert ranks.say(1, "answer", (2, asdict(later))) == []
-    assert ranks.say(0, "answer", (1, asdict(a))) == [("ask", 2)], "an old answer proves nothing"
-    [(kind, text)] = ranks.say(0, "answer", (2, asdict(a)))
+    assert ranks.say(0, "place", None) == []  # it has gone on
+    assert ranks.say(1, "place", b) == []
+    [(kind, text)] = ranks.say(0, "place", a)
     assert kind == "end"
     assert "diverged: rank 0 waits in step 0 for a (called at train.py:1); rank 1 waits" in text
     assert ranks.say(1, "failed", "another error comes too late") == [("end", text)]
-
-
-def test_a_rank_that_goes_on_is_not_asked() -> None:
-    ranks = Ranks()
-    ranks.say(0, "place", at("a", 1, a=1))
-    ranks.say(0, "place", None)
-    assert ranks.say(1, "place", at("b", 1, b=1)) == []
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
@@ -107,7 +93,7 @@ def test_who_has_gone_is_named(is_gone: bool) -> None:
     ranks = Ranks()
     if is_gone:
         ranks.lines[1].close()
-    [(_, text)] = ranks.say(0, "lost", ("closed by peer", asdict(at("a", 1))))
+    [(_, text)] = ranks.say(0, "lost", ("closed by peer", at("a", 1)))
     assert re.search(r"has failed \(closed by peer\).*rank 0 waits .*no report from rank 1\.", text)
 
 
@@ -132,26 +118,25 @@ def given_up(mocker: MockerFixture) -> list[str]:
     return found
 
 
-def watched() -> tuple[Any, Line, watchdog.Watchdog]:
-    """A log, the hub's end of a line, and a watchdog that only the test looks with."""
-    log = Control(alone=True).log
-    watch = watchdog.Watchdog(log)
+def watched() -> tuple[Line, watchdog.Watchdog]:
+    """The hub's end of a line, and a watchdog that only the test looks with."""
+    watch = watchdog.Watchdog()
     ours, theirs = socket.socketpair()
-    watch._line, watch.has_left, log.explain = Line(ours), False, watch.explain
-    return log, Line(theirs), watch
+    watch._line, watch.has_left = Line(ours), False
+    return Line(theirs), watch
 
 
 def test_a_rank_that_waits_nowhere_gives_up_its_connections_once(
     mocker: MockerFixture, given_up: list[str]
 ) -> None:
     now = mocker.patch.object(watchdog, "monotonic", return_value=0.0)
-    log, hub, watch = watched()
+    hub, watch = watched()
     now.return_value = 100.0  # long in the run: patience begins with its end
     watch.look()
     hub.send("end", "the verdict")
     watch.look()
     with pytest.raises(RuntimeError, match="the verdict"):
-        log.begin("a gather")
+        watch.begin("a gather")
     now.return_value += watchdog.GRACE_SECONDS
     watch.look()
     assert given_up == []
@@ -166,11 +151,10 @@ def test_what_has_been_begun_ends_after_an_exception_of_another_rank(
 ) -> None:
     """So each of several ranks that raise at one place gets there."""
     now = mocker.patch.object(watchdog, "monotonic", return_value=0.0)
-    mocker.patch.object(collective_log, "monotonic", now)
-    log, hub, watch = watched()
+    hub, watch = watched()
     hub.send("failed", "the verdict")
     watch.look()
-    log.wait(log.begin("a gather"), [])
+    watch.wait(watch.begin("a gather"), [])
 
     def never_comes() -> None:
         watch.look()
@@ -181,30 +165,30 @@ def test_what_has_been_begun_ends_after_an_exception_of_another_rank(
         raise dist.DistError("Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="the verdict"):
-        log.wait(log.begin("a reduction"), [SimpleNamespace(wait=never_comes)])
+        watch.wait(watch.begin("a reduction"), [SimpleNamespace(wait=never_comes)])
     with pytest.raises(RuntimeError, match="the verdict"):
-        log.begin("a gather")
+        watch.begin("a gather")
 
 
 def test_a_broken_connection_ends_the_run(given_up: list[str]) -> None:
     """Messages on a device never end without the lost rank, and would keep this one from ending."""
-    log, hub, watch = watched()
+    hub, watch = watched()
     hub.close()
     watch.look()
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"has failed \(Connection .*rank 0 has exited"):
-            log.explain(dist.DistError("Connection closed by peer"))
+            watch.explain(dist.DistError("Connection closed by peer"))
     assert given_up == ["give_up_devices"]
-    log.explain(ValueError("another error is no fault of a connection"))
+    watch.explain(ValueError("another error is no fault of a connection"))
 
 
 def test_what_the_backend_of_a_device_reports_ends_the_run(
     mocker: MockerFixture, given_up: list[str]
 ) -> None:
-    """Its thread sees a peer go while this rank is blocked, in a place that no log knows."""
+    """Its thread sees a peer go while this rank is blocked, in a place that no watchdog knows."""
     failures = ["", *["ProcessGroupNCCL reports COMM_ERROR"] * 2]
     mocker.patch.object(process_groups, "failure_on_device", side_effect=failures)
-    log, hub, watch = watched()
+    hub, watch = watched()
     watch.look()
     assert [*hub.receive()] == []
     watch.look()
@@ -213,7 +197,7 @@ def test_what_the_backend_of_a_device_reports_ends_the_run(
     watch.look()
     assert given_up == ["give_up_devices"]
     with pytest.raises(RuntimeError, match="ProcessGroupNCCL reports COMM_ERROR"):
-        log.begin("a gather")
+        watch.begin("a gather")
 
 
 # ---------------------------------------------------------------------------- devices
@@ -224,11 +208,11 @@ def test_what_the_backend_of_a_device_reports_ends_the_run(
 def _come_to_the_end(last: dict[int, str]) -> None:
     """A device of each rank has begun messages; the host of rank 1 is slow, or waits for them."""
     control = Control()
-    control.log.begin_untagged("the weights of a", "gather")
+    control.watchdog.begin_untagged("the weights of a", "gather")
     if control.rank in last:
-        control.log.begin_untagged(last[control.rank], "gather")
+        control.watchdog.begin_untagged(last[control.rank], "gather")
     deadline = time.monotonic() + 4.0
-    while control.rank == 1 and not control.log.verdict and time.monotonic() < deadline:
+    while control.rank == 1 and not control.watchdog.verdict and time.monotonic() < deadline:
         time.sleep(0.05)
     control.call(SyncPoint.END).wait()
 
@@ -246,44 +230,6 @@ def test_ranks_diverge_while_one_is_blocked_by_its_device(
 
 def test_a_rank_may_compute_for_as_long_as_it_likes(ranks: Pools) -> None:
     ranks(2).run(_come_to_the_end, {0: "b", 1: "b"}, timeout=30.0)
-
-
-# ---------------------------------------------------------------------------- owners and threads
-
-
-class _Owner:
-    """What leaves when it is collected as garbage, such as Fabric's strategy."""
-
-    def __init__(self, control: Control) -> None:
-        self.itself = self
-        weakref.finalize(self, control.leave)
-
-
-@impatient
-def _diverge_when_an_owner_was_collected() -> None:
-    left, control = Control(), Control()
-    place, owner = watchdog.Watchdog.place, _Owner(left)
-
-    def collecting(watch: watchdog.Watchdog, *patience: float) -> Any:
-        if watch is left.watchdog:
-            gc.collect()
-        return place(watch, *patience)
-
-    gc.disable()
-    try:
-        with mock.patch.object(watchdog.Watchdog, "place", collecting):
-            del owner
-            if control.rank:
-                control.broadcast_object("another value")
-            control.call(SyncPoint.STEP).wait()
-    finally:
-        gc.enable()
-
-
-def test_all_are_watched_when_an_owner_was_collected(ranks: Pools) -> None:
-    with pytest.raises(RankError) as error:
-        ranks(2).run(_diverge_when_an_owner_was_collected, timeout=30.0)
-    assert str(error.value).count("The ranks have diverged") >= 2
 
 
 # ---------------------------------------------------------------------------- the exit
@@ -342,12 +288,12 @@ def test_nothing_asks_for_the_store_of_a_process_that_has_exited() -> None:
     ("how", "text"),
     [
         ("raises", "RuntimeError: Rank 1 failed in step 2 at "),
-        ("exits", "RuntimeError: A connection between ranks has failed"),
+        ("exits", "RuntimeError: (A connection between ranks has failed|The ranks .* rank 1 has left)"),
     ],
 )
 def test_an_exception_in_the_loop_of_a_user_of_fabric(how: str, text: str) -> None:
     output = run_script(FAILS, how, fresh=True, check=False).output
-    assert text in output
+    assert re.search(text, output)
     if how == "raises":
         assert "ArithmeticError: in the user's own loop\n" in output
     assert "finished training" not in output

@@ -13,7 +13,7 @@ from tests.oracle.projects import WAYS
 FEW = [
     Job("the user's forward", "raise", "windows"),
     Job("a reduction", "kill", "point to point", 2, "loop"),
-    Job("the wait at a sync point", "kill", "windows", 2, "loop"),
+    Job("a sync point", "kill", "windows", 2, "loop"),
     Job("the user's backward", "raise", "backend", 4, "loop"),
     Job("a save, written", "kill", "windows"),
     Job("a load, weights", "raise", "point to point"),

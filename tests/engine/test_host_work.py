@@ -121,7 +121,7 @@ def test_nothing_grows_with_the_world_size(stage: int) -> None:
     few, many = _work_of_a_step(stage, 8), _work_of_a_step(stage, 64)
     assert sum(few.calls.values()) > 100
     # But for a step's sync point, which takes log2(N) hops between hosts.
-    of_hops = {"hops", "unseen", "PendingSync._hops", "_hops"}
+    of_hops = {"hops", "unseen", "Control._hops", "_hops"}
     assert set(many.calls - few.calls) <= of_hops
     assert many.operations - few.operations == Counter({"aten::maximum": 3})
     assert not few.calls - many.calls

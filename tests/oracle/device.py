@@ -391,16 +391,11 @@ class Device(TorchDispatchMode):
 
     # -- collectives -----------------------------------------------------------------------------
 
-    def come(self, own: Callable[..., None], sync: Any, *args: Any) -> None:
-        """Come to a sync point, whose message is the host's."""
-        own(sync, *args)
-        if hasattr(sync, "_message"):
-            self.paint(sync._message, "pageable")
-
-    def meet(self, own: Callable[[Any], Iterator[Any]], sync: Any) -> Iterator[Any]:
-        """Exchange the messages of a sync point, here or in a thread."""
+    def meet(self, own: Callable[..., Iterator[Any]], ranks: Any, message: Tensor) -> Iterator[Any]:
+        """Exchange the messages of a sync point, here or in a thread; they are the host's."""
+        self.paint(message, "pageable")
         with _disable_current_modes():
-            for work in own(sync):
+            for work in own(ranks, message):
                 work.wait()
         yield from ()  # so nothing is sent before the messages of earlier ones
 
@@ -608,11 +603,9 @@ def _streams(device: Device) -> Iterator[Any]:
     own = torch.UntypedStorage.resize_
     resize = lambda storage, nbytes: device.resize(own, storage, nbytes)  # noqa: E731
     yield mock.patch.object(torch.UntypedStorage, "resize_", resize)
-    begin, hops = control.PendingSync.__init__, control.PendingSync._hops
-    come = functools.partialmethod(lambda one, *args: device.come(begin, one, *args))
-    meet = functools.partialmethod(lambda one: device.meet(hops, one))
-    yield mock.patch.object(control.PendingSync, "__init__", come)
-    yield mock.patch.object(control.PendingSync, "_hops", meet)
+    hops = control.Control._hops
+    meet = functools.partialmethod(lambda one, message: device.meet(hops, one, message))
+    yield mock.patch.object(control.Control, "_hops", meet)
     for owner, names in (
         (transport, ("_all_gather", "_reduce_scatter")),
         (dist, ("all_reduce", "all_to_all_single")),

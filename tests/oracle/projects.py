@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, bool]] = {
 """Arguments of `Communicator` for each of its wires."""
 TRANSPORTS = {
     "windows": "SharedMemory",
-    "point to point": "PointToPoint",
+    "point to point": "Transport",
     "backend": "Collectives",
 }
 """The class that each of them chooses where there are peers."""
