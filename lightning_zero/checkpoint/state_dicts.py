@@ -106,7 +106,8 @@ def _joined(key: str, piece: Piece, part: Tensor, cut: Cut, comm: Communicator) 
         start = first * stride[0] + piece.range.start
         return ShardedValue.of(key, part, start, shape, stride, comm.control)
     with lasting_tensors(), torch.no_grad():
-        parts = comm.parts_of_ranks(part.detach())
+        rows = comm.control.gather_objects(part.detach().to("cpu").view(torch.uint8))
+        parts = [row.view(part.dtype).to(part.device) for row in rows]
         # Every ``cut.size``-th rank has a range of the same part, in order.
         shapes = [cut.part_shape(slot.shape, rank) for rank in range(cut.size)]
         order = memory_order(slot.shape, slot.stride)

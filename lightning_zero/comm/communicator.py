@@ -150,16 +150,6 @@ class Communicator:
             for tensor in tensors:
                 dist.broadcast(tensor, axis.ranks[0], group=group)
 
-    def parts_of_ranks(self, part: Tensor) -> list[Tensor]:
-        """Return every rank's ``part`` (``[n]`` of any ``n``, one dtype), in rank order."""
-        sizes = self.control.gather_objects(part.numel())
-        sent = torch.zeros(max(sizes), dtype=part.dtype, device=self.device)
-        sent[: part.numel()] = part
-        rows = [torch.empty_like(sent) for _ in sizes]
-        with self.control.watchdog.at("an exchange of parts to be saved"):
-            dist.all_gather(rows, sent)
-        return [row[:size] for row, size in zip(rows, sizes, strict=True)]
-
     def sum_over_shards(self, tensor: Tensor, place: str = "a sum over the shards") -> None:
         """Replace ``tensor`` by its sum over the ranks of the first copy, on all ranks."""
         if not self.is_in_first_copy:

@@ -293,12 +293,11 @@ class Hub:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        try:
-            self._door = socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=world_size
-            )
-        except (OSError, ValueError):  # a system without one of them
-            self._door = socket.create_server(("", 0), backlog=world_size)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._door = socket.create_server(
+            ("", 0), family=family, dualstack_ipv6=both, backlog=world_size
+        )
         self._door.setblocking(False)
         self.offer = self._door.getsockname()[1], uuid4().hex, next(_numbers)
         self.hosts: dict[str, list[int]] = {}

@@ -170,18 +170,6 @@ def test_what_has_been_begun_ends_after_an_exception_of_another_rank(
         watch.begin("a gather")
 
 
-def test_a_broken_connection_ends_the_run(given_up: list[str]) -> None:
-    """Messages on a device never end without the lost rank, and would keep this one from ending."""
-    hub, watch = watched()
-    hub.close()
-    watch.look()
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"has failed \(Connection .*rank 0 has exited"):
-            watch.explain(dist.DistError("Connection closed by peer"))
-    assert given_up == ["give_up_devices"]
-    watch.explain(ValueError("another error is no fault of a connection"))
-
-
 def test_what_the_backend_of_a_device_reports_ends_the_run(
     mocker: MockerFixture, given_up: list[str]
 ) -> None:
@@ -288,7 +276,10 @@ def test_nothing_asks_for_the_store_of_a_process_that_has_exited() -> None:
     ("how", "text"),
     [
         ("raises", "RuntimeError: Rank 1 failed in step 2 at "),
-        ("exits", "RuntimeError: (A connection between ranks has failed|The ranks .* rank 1 has left)"),
+        (
+            "exits",
+            "RuntimeError: (A connection between ranks has failed|The ranks .* rank 1 has left)",
+        ),
     ],
 )
 def test_an_exception_in_the_loop_of_a_user_of_fabric(how: str, text: str) -> None:
