@@ -97,17 +97,12 @@ def hops(rank: int, size: int) -> Iterator[tuple[int, int]]:
         distance *= 2
 
 
-def _wait_for(works: Iterable[Work]) -> None:
-    for work in works:
-        work.wait()
-
-
 def _bring_about(begun: queue.SimpleQueue[tuple[Iterable[Work], Future[Any]] | None]) -> None:
     """Exchange the messages of one sync point after another."""
     while (one := begun.get()) is not None:
         works, is_over = one
         try:
-            _wait_for(works)
+            Pending(works).wait()
             is_over.set_result(None)
         except Exception as error:
             is_over.set_exception(error)
@@ -140,7 +135,8 @@ class Pending:
         if begun is not None:
             begun[0].wait(begun[1], works)
         else:
-            _wait_for(works)
+            for work in works:
+                work.wait()
         if then is not None:
             self._result = then()
         return self._result
