@@ -330,7 +330,7 @@ class Device(TorchDispatchMode):
                 if one.dtype.is_floating_point:
                     one.fill_(torch.nan)
         elif not _is_view(func):
-            self._follow(func, written, read, made, kinds, args, kwargs)
+            self._follow(func, [*written, *made], read, kinds, args, kwargs)
         self._report()
         return result
 
@@ -339,51 +339,49 @@ class Device(TorchDispatchMode):
         func: Any,
         written: list[Tensor],
         read: list[Tensor],
-        made: list[Tensor],
         kinds: set[str],
         args: Any,
         kwargs: Any,
     ) -> None:
-        who = self.running if kinds == {"host"} else self.current
-        what = f"{func.__name__} in {_place()} on {who.name}"
-        kind, nbytes = "kernel", sum(one.nbytes for one in (*written, *made))
+        """Follow an operation on memories of these kinds, and how long the host waits for it."""
+        is_host = kinds == {"host"}
+        kind, waits = "kernel", func in _READ_BY_HOST and kinds == {"device"}
         if len(kinds) == 2 and func in _COPIES:
             kind = "up" if self.kind(read[0]) != "device" else "down"
             self.crossed[kind] += read[0].nbytes
-        if who is self.current and (written or made or func in _READ_BY_HOST):
-            self._launch(kind, what, read, [*written, *made], nbytes)
-        elif who is not self.current:
-            self._access(who, what, read, [*written, *made])
-        if kind in ("up", "down"):
             ends = {self.kind(one) for one in (*read, *written)}
-            does_block = args[2:3] or kwargs.get("non_blocking")
-            if "pageable" in ends or not does_block:
-                self.host_waits_for(self.current.clock)
-        elif func in _READ_BY_HOST and kinds == {"device"}:
+            waits = "pageable" in ends or not (args[2:3] or kwargs.get("non_blocking"))
+        if is_host or written or func in _READ_BY_HOST:
+            who = self.running if is_host else self.current
+            what = f"{func.__name__} in {_place()} on {who.name}"
+            self._do(who, kind, what, read, written, sum(one.nbytes for one in written))
+        if waits:
             self.host_waits_for(self.current.clock)
 
-    def _launch(
-        self, kind: str, what: str, read: list[Tensor], written: list[Tensor], nbytes: int
+    def _do(
+        self,
+        who: Actor,
+        kind: str,
+        what: str,
+        read: list[Tensor],
+        written: list[Tensor],
+        nbytes: int,
     ) -> None:
-        stream = self.current
-        stream.learn(self.running.clock)
-        time = self._access(stream, what, read, written)
-        self.done.append(Done(kind, stream.name, time, {**stream.clock}, nbytes))
-
-    def _access(self, who: Actor, what: str, read: list[Tensor], written: list[Tensor]) -> int:
+        if who is self.current:  # work of a stream, which comes behind what the host knows of
+            who.learn(self.running.clock)
         time = who.tick()
         for tensors, is_write in ((read, False), (written, True)):
             for tensor in tensors:
                 memory, *span = self.memory_of(tensor)
-                is_untold = (
-                    memory.kind == "device" and who.name == "a thread"
-                )  # a value on the host
+                # A thread reads values of the host's that lie in what counts as the device's.
+                is_untold = memory.kind == "device" and who.name == "a thread"
                 if memory.kind == "pageable" or tensor.is_meta or is_untold:
                     continue
                 access = Access(who.name, time, *span, what, is_write)
                 if wrong := memory.note(access, who.clock):
                     self.violations.append(wrong)
-        return time
+        if who is self.current:
+            self.done.append(Done(kind, who.name, time, {**who.clock}, nbytes))
 
     def _report(self) -> None:
         if self.violations:
@@ -419,7 +417,7 @@ class Device(TorchDispatchMode):
             stream.wait_stream(self.current)
         with stream:
             what = f"{getattr(own, '__name__', 'collective')} in {_place()} on {stream.name}"
-            self._launch("collective", what, read, _but(out, read[0]), out.nbytes)
+            self._do(stream, "collective", what, read, _but(out, read[0]), out.nbytes)
         self._report()
         return Work(self, stream.record_event(), out, *read) if is_async else None
 
@@ -458,7 +456,7 @@ class Job:
         self._error: Exception | None = None
         self._is_done = False
 
-    def exception(self) -> Exception | None:
+    def result(self) -> None:
         device = self._thread.device
         if not self._is_done:
             self._is_done = True
@@ -474,12 +472,8 @@ class Job:
             finally:
                 device.running, device.new = before
         device.running.learn(self._thread.clock)
-        return self._error
-
-    def result(self) -> None:
-        error = self.exception()
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
 
 
 def is_memory(value: Any) -> bool:
