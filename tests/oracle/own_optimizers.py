@@ -19,7 +19,6 @@ class Own(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None
-        self.prepare()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -30,9 +29,6 @@ class Own(Optimizer):
                     self.update(p, p.grad, group)
         self.finish()
         return loss
-
-    def prepare(self) -> None:
-        """Do what is done before the closure."""
 
     def begin(self) -> None:
         """Do what is done once in a step."""

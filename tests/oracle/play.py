@@ -13,7 +13,7 @@ A case is declared in `tests/cases`, by a module, options and what hooks do, or 
 `tests/test_cases.py` plays each: DDP once for each world size and precision, and the ways that
 `Case.ways` generates. Ranks compare by themselves and return what differs. Observed in each way:
 
-- the transport that was taken is that of the way;
+- the transport that was taken is that of the way (`wired`);
 - parameters, buffers, losses, metrics, notes and written files are DDP's, in fp32 to the bit;
 - between steps a rank holds the bytes that were predicted, and no gathered weights;
 - where a case has `save_at`, its `readers` resume from the file and end where DDP does.
@@ -380,8 +380,8 @@ def play(case: Case, way: Way, folder: Path) -> tuple[Trace, list[str]]:
     torch.default_generator.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     player = Player(case, way, folder)
-    context: Any = contextlib.nullcontext([]) if player.is_ddp else wired(way.transport)
-    with context as taken, warnings.catch_warnings(record=case.warns is not None) as caught:
+    context: Any = contextlib.nullcontext() if player.is_ddp else wired(way.transport)
+    with context, warnings.catch_warnings(record=case.warns is not None) as caught:
         warnings.simplefilter("always") if caught is not None else None
         trace = (case.loop or by_trainer)(player)
     if caught is not None and not player.is_ddp:
@@ -389,7 +389,6 @@ def play(case: Case, way: Way, folder: Path) -> tuple[Trace, list[str]]:
         is_told = bool(case.warns) and player.rank == 0
         if len(told) != is_told or not all(case.warns in text for text in told):
             player.problems.append(f"warns {told}")
-    trace.transport = taken[0] if taken else ""
     dist.barrier()
     names = [str(path.relative_to(folder)) for path in folder.rglob("*")]
     trace.files = sorted(name for name in names if ".ckpt/" not in name)  # of directories, the name

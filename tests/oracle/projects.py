@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -131,27 +132,24 @@ def make_trainer(strategy: str | int | Strategy, **options: Any) -> Trainer:
 
 
 @contextmanager
-def wired(way: str) -> Iterator[list[str]]:
-    """Strategies that are set up within take this way; yields the transports that they took.
+def wired(way: str) -> Iterator[None]:
+    """Strategies that are set up within take this way.
 
     Raises:
         AssertionError: None was set up, or one took another transport.
     """
-    taken: list[str] = []
+    taken = set()
     original = Communicator.__init__
 
     @functools.wraps(original)
     def init(self: Communicator, *args: Any, **given: Any) -> None:
         original(self, *args, **{**given, **WAYS[way]})
-        taken.append(type(self.transport).__name__ if self.mesh.shard.size > 1 else "")
+        taken.add(type(self.transport).__name__ if self.mesh.shard.size > 1 else "")
 
-    Communicator.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield taken
-    finally:
-        Communicator.__init__ = original  # type: ignore[method-assign]
+    with mock.patch.object(Communicator, "__init__", init):
+        yield
     assert taken, "no strategy was set up"
-    assert set(taken) <= {TRANSPORTS[way], ""}, f"asked for {way}, took {taken}"
+    assert taken <= {TRANSPORTS[way], ""}, f"asked for {way}, took {taken}"
 
 
 @dataclass
@@ -164,7 +162,6 @@ class Trace:
     notes: Any = None
     files: list[str] = field(default_factory=list)
     saved: Any = None
-    transport: str = ""
 
     @classmethod
     def of(cls, module: nn.Module, trainer: Trainer | None = None, notes: Any = None) -> Trace:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_zero import MemoryMonitor, ZeROStrategy, estimate
@@ -53,34 +52,28 @@ class _Unseeded(Model):
             self.net.scale.add_(dist.get_rank())
         parallelize(self.net, self.device_mesh["tensor_parallel"], by_sequence=False)
 
-
-class _Watch(Callback):
-    """Notes the parameters of which each rank of a group has a copy."""
-
-    def on_train_end(self, trainer: Any, module: Any) -> None:
-        pieces = trainer.strategy.engine.sharded.pieces
+    def on_train_end(self) -> None:
+        """Note the parameters of which each rank of a group has a copy."""
+        pieces = self.trainer.strategy.engine.sharded.pieces
         copies = [piece for piece in pieces if cut_of(piece.parameter) is None]
-        module.copies = {piece.range.slot.name: piece.detach().clone() for piece in copies}
+        self.copies = {piece.range.slot.name: piece.detach().clone() for piece in copies}
 
 
-def _unseeded(folder: str, more: dict[str, Any]) -> dict[str, Any]:
+def _unseeded(folder: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(dist.get_rank())
     module = _Unseeded()
-    found = fit(folder, module, {"stage": 3, **CUT, **more}, callbacks=[_Watch()])
-    return {"losses": found["losses"], "weights": found["weights"], "copies": module.copies}
+    found = fit(folder, module, {"stage": 3, **CUT, "gather_bits": 8, "reduce_bits": 8})
+    return found["losses"], found["weights"], module.copies
 
 
-@pytest.mark.parametrize("more", [{}, {"gather_bits": 8, "reduce_bits": 8}], ids=["exact", "coded"])
-def test_ranks_of_a_group_begin_drop_and_round_alike(
-    ranks: Pools, tmp_path: Path, more: dict[str, Any]
-) -> None:
-    found = ranks(4).run(_unseeded, str(tmp_path), more)
-    assert found[0]["losses"] == found[1]["losses"] != found[2]["losses"] == found[3]["losses"]
-    for rank, one in enumerate(found):
-        assert set(one["copies"]) >= {"net.scale", "net.norm.weight", "net.blocks.0.out.bias"}
-        beside = found[rank // 2 * 2]
-        assert all(torch.equal(value, beside["copies"][n]) for n, value in one["copies"].items())
-        assert all(torch.equal(v, found[0]["weights"][n]) for n, v in one["weights"].items())
+def test_ranks_of_a_group_begin_drop_and_round_alike(ranks: Pools, tmp_path: Path) -> None:
+    losses, weights, copies = zip(*ranks(4).run(_unseeded, str(tmp_path)), strict=True)
+    assert losses[0] == losses[1] != losses[2] == losses[3]
+    assert set(copies[0]) >= {"net.scale", "net.norm.weight", "net.blocks.0.out.bias"}
+    for rank in range(4):
+        for found, expected in (copies[rank], copies[rank // 2 * 2]), (weights[rank], weights[0]):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
 # -- models on meta --------------------------------------------------------------------------------
