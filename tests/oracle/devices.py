@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.oracle.ranks import loopback
+from tests.oracle.forks import loopback
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
 """A machine without one rehearses the same tests on the CPU; `make gpu` runs these."""

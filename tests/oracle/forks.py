@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -67,9 +67,16 @@ class Process:
             os.kill(self.pid, number)
 
 
-def without_pytest(environment: Iterable[str]) -> dict[str, str]:
-    """The environment of this process less what pytest put into it."""
-    return {name: os.environ[name] for name in environment if not name.startswith("PYTEST")}
+def environment(**more: str) -> dict[str, str]:
+    """What processes of tests find in theirs: all but what pytest put into this one's, and more."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return {**kept, **own, "GLOO_SOCKET_IFNAME": loopback(), **more}
+
+
+def loopback() -> str:
+    """The network interface that needs no network."""
+    return "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Server:
@@ -79,12 +86,11 @@ class Server:
         self._lock = threading.Lock()  # it takes one request after another
         self._door, there = socket.socketpair()
         code = "from tests.oracle.forks import main; main()"
-        own = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         with there:
             subprocess.Popen(
                 [sys.executable, "-c", code, str(there.fileno())],
                 cwd=ROOT,
-                env={**without_pytest(os.environ), **own},
+                env=environment(),
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -97,10 +103,10 @@ class Server:
         *args: Any,
         connection: Connection,
         output: IO[bytes],
-        environment: Mapping[str, str],
+        env: Mapping[str, str],
     ) -> Process:
         """Run `function(connection, *args)` in a process, and in a session, of its own."""
-        request = pickle.dumps((function, args, dict(environment)))
+        request = pickle.dumps((function, args, dict(env)))
         status, remote = Pipe()
         with remote, self._lock:
             fds = [output.fileno(), connection.fileno(), remote.fileno()]
@@ -172,9 +178,9 @@ def _be(request: bytes, output: int, connection: int) -> NoReturn:
     os.close(output)
     code = 1
     try:
-        function, args, environment = pickle.loads(request)
+        function, args, env = pickle.loads(request)
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ.update(env)
         function(Connection(connection), *args)
         code = 0
     except BaseException:

@@ -26,8 +26,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-from tests.oracle.forks import ROOT, Process, server, without_pytest
-from tests.oracle.ranks import loopback
+from tests.oracle.forks import ROOT, Process, environment, server
 
 MARK = "LIGHTNING_ZERO_TEST"
 REST_SECONDS = 20.0
@@ -149,15 +148,7 @@ def run_python(
         ScriptError: when time is up, with the stack of every process, or as `check` says.
     """
     mark = uuid.uuid4().hex
-    environment = {
-        **without_pytest(os.environ),
-        "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": loopback(),
-        MARK: mark,
-    }
+    common = environment(PYTHONFAULTHANDLER="1", **{MARK: mark})
     own = env if isinstance(env, Sequence) else [env or {}] * len(commands)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="output-")))
@@ -169,7 +160,7 @@ def run_python(
                 for end in ("out", "err")
             )
             start = _interpreter if fresh else _fork
-            processes.append(start(command, out, err, {**environment, **variables}, cwd))
+            processes.append(start(command, out, err, {**common, **variables}, cwd))
         in_time = _end(lambda: any(process.poll() is None for process in processes), timeout)
         if not in_time:  # each prints its stack; parents first: they must not end their children
             for pid in sorted(_tree(mark, processes)):
@@ -203,7 +194,7 @@ def _fork(
     here, there = Pipe()
     with here, there:
         what = (_be_python, list(command), err.name, cwd)
-        return server(0).start(*what, connection=there, output=out, environment=env)
+        return server(0).start(*what, connection=there, output=out, env=env)
 
 
 def _be_python(connection: Connection, command: list[str], errors: str, cwd: Path) -> None:

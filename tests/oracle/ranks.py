@@ -53,7 +53,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm import watchdog
-from tests.oracle.forks import ROOT, server, without_pytest
+from tests.oracle.forks import ROOT, environment, server
 
 START_SECONDS = 240.0
 MEET_SECONDS = 120.0
@@ -231,13 +231,23 @@ class Rank:
         self._log_start = 0
         self._stacks.touch()
         self.connection, there = Pipe()
+        env = environment(
+            PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+            RANK=str(index),
+            LOCAL_RANK=str(index),
+            NODE_RANK="0",
+            WORLD_SIZE=str(world_size),
+            LOCAL_WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="29500",  # never used: the default group exists already
+        )
         with self._log.open("wb") as output, there:
             self.process = server(index % 2).start(
                 be_rank,
                 *(index, world_size, folder, self._stacks),
                 connection=there,
                 output=output,
-                environment=_environment(index, world_size),
+                env=env,
             )
 
     def send(self, request: bytes) -> None:
@@ -288,29 +298,6 @@ class Rank:
 def _these(indices: Iterable[int]) -> str:
     listed = list(indices)
     return ("rank " if len(listed) == 1 else "ranks ") + ", ".join(map(str, listed))
-
-
-def _environment(index: int, world_size: int) -> dict[str, str]:
-    return {
-        **without_pytest(os.environ),
-        "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": loopback(),
-        "RANK": str(index),
-        "LOCAL_RANK": str(index),
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",  # never used: the default group exists already
-    }
-
-
-def loopback() -> str:
-    """The network interface that needs no network."""
-    return "lo0" if sys.platform == "darwin" else "lo"
 
 
 # ---------------------------------------------------------------------------- the rank's side

@@ -45,32 +45,22 @@ def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def blocks(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """The elements of every list of modules."""
+def _blocks(model: nn.Module) -> Callable[[nn.Module], bool]:
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     inside = {id(child) for module in lists for child in module}
     return lambda module: id(module) in inside and _has_parameters(module)
-
-
-def leaves(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Every module that owns parameters."""
-    return lambda module: bool(module._parameters)
-
-
-def nested(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Every module with parameters anywhere."""
-    return _has_parameters
-
-
-def root(model: nn.Module) -> Callable[[nn.Module], bool]:
-    return lambda module: False
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-UNITS = {"blocks": blocks, "leaves": leaves, "nested": nested, "root": root}
+UNITS: dict[str, Callable[[nn.Module], Callable[[nn.Module], bool]]] = {
+    "blocks": _blocks,
+    "leaves": lambda model: lambda module: bool(module._parameters),
+    "nested": lambda model: _has_parameters,
+    "root": lambda model: lambda module: False,
+}
 
 
 def shard(
