@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from pytorch_optimizer import Lookahead
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.optim import Optimizer
@@ -365,6 +367,21 @@ AWAY = {
     "offload_weights": "nvme",
     "offload_path": tempfile.gettempdir(),
 }
+
+
+class Plugin(TorchCheckpointIO):
+    """A writer of the user's own."""
+
+
+def saves_a_directory(path: str, plugin: Any = None) -> Callable[[], Any]:
+    def run() -> None:
+        trainer = make_trainer(ZeROStrategy(3, checkpoint="dcp", checkpoint_io=plugin))
+        trainer.fit(Regression(), rows(4))
+        trainer.save_checkpoint(path)
+
+    return run
+
+
 V, T, R, E = ValueError, TypeError, RuntimeError, Exception
 REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # Arguments.
@@ -410,6 +427,9 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "eight bits": (fit(but(lambda m: quantize(m.head, is_frozen=False))), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "eight bits, unfrozen": (fit(but(lambda m: quantize(m.head), on_train_batch_start=lambda m: m.head.weight.requires_grad_(True))), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "wrapped states": (fit(lambda: Made(lambda m: OfTorchao(m.parameters())), checkpoint="dcp"), V, "AdamW8bit keeps states in tensors that wrap others"),
+    "own states": (fit(lambda: Made(lambda m: Lookahead(torch.optim.AdamW(m.parameters()))), checkpoint="dcp"), V, r"Lookahead.state_dict\(\) has its own format"),
+    "directory, plugin": (saves_a_directory("a", Plugin()), V, "cannot be combined with Plugin"),
+    "directory, URL": (saves_a_directory("memory://a"), V, "needs a disk that all ranks share, not a URL"),
     "hoarder": (fit(lambda: Regression(optimizer=Hoarder)), V, "Hoarder keeps views of parameters outside of"),
     "twice": (fit(Twice), V, r"'?head.weight'? appears in more than one param group of SGD"),
     "recomputed": (fit(activation_checkpointing={nn.LSTM}), V, "activation_checkpointing=LSTM.* no such module"),

@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies.fsdp import _get_sharded_state_dict_context
 from lightning.pytorch.strategies import ModelParallelStrategy
-from pytorch_optimizer import Lookahead
 from torch import Tensor
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
@@ -234,31 +232,6 @@ def test_a_plain_program(tmp_path: Path) -> None:
     dcp.save({"other": {"w": torch.ones(1)}}, checkpoint_id=tmp_path / "other", no_dist=True)
     with pytest.raises(ValueError, match="under 'state_dict' or 'model', but it has 'other'"):
         weights_in(tmp_path / "other")
-
-
-# -- refusals --------------------------------------------------------------------------------------
-
-
-class Plugin(TorchCheckpointIO):
-    """A writer of the user's own."""
-
-
-def contradict(folder: str) -> list[str]:
-    found = []
-    for path, plugin in ((f"{folder}/a", Plugin()), ("memory://a", None)):
-        trainer = make_trainer(ZeROStrategy(3, checkpoint="dcp", checkpoint_io=plugin))
-        trainer.fit(Regression(), rows(4))
-        found.append(told(trainer.save_checkpoint, path))
-    trainer = make_trainer(ZeROStrategy(3, checkpoint="dcp"))
-    module = Regression(optimizer=lambda given, lr: Lookahead(torch.optim.AdamW(given, lr)))
-    return [*found, told(trainer.fit, module, rows(4))]
-
-
-def test_what_contradicts_is_refused(ranks: Pools, tmp_path: Path) -> None:
-    for plugin, url, own in ranks(2).run(contradict, str(tmp_path)):
-        assert "cannot be combined with Plugin" in plugin
-        assert "needs a disk that all ranks share, not a URL" in url
-        assert "Lookahead.state_dict() has its own format" in own
 
 
 def weights_in(path: Path) -> dict[str, Any]:

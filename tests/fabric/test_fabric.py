@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.fabric import ZeROStrategy
 from tests.cases.fabric_loops import WIDTH, batch, begun, output, train
-from tests.oracle.launch import run_script
+from tests.oracle.launch import run_python, run_script
 from tests.oracle.messages import messages
 from tests.oracle.models import Blocks
 from tests.oracle.ranks import Pools
@@ -226,3 +226,45 @@ def test_torchrun_restarts_the_ranks_of_a_loop(tmp_path: Path) -> None:
     """The agents' store still has the addresses of the first life."""
     ended = run_script(KILLED, launcher="torchrun", restarts=1, timeout=120, cwd=tmp_path)
     assert ended.stdout.count("life 1 ends") == 2, ended.output
+
+
+SAVES = """
+import resource, sys
+import torch
+from lightning.fabric import Fabric
+from lightning_zero.fabric import ZeROStrategy
+
+if __name__ == "__main__":
+    strategy = ZeROStrategy(3, async_checkpoint=True)
+    fabric = Fabric(accelerator="cpu", strategy=strategy, devices=1)
+    fabric.launch()
+    model = fabric.setup(torch.nn.Linear(1000, 1000))
+    if sys.argv[2] == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, resource.RLIM_INFINITY))
+    fabric.save(sys.argv[1], {"model": model, "more": torch.ones(2_000_000)})
+    if sys.argv[3:]:
+        fabric.strategy.teardown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("disk", "waits", "message"),
+    [
+        ("free", [], ""),
+        ("full", [], "The last checkpoint was not written"),
+        ("full", ["waits"], "OSError: Saving "),
+    ],
+)
+def test_the_end_of_the_process_waits_for_the_last_save(
+    tmp_path: Path, disk: str, waits: list[str], message: str
+) -> None:
+    """Where the program waits for it by itself, a failure is raised."""
+    path = tmp_path / "file.ckpt"
+    finished = run_python(["-c", SAVES, str(path), disk, *waits], fresh=True, check=False)
+    assert (finished.code != 0) == bool(waits), finished.output
+    if disk == "free":
+        assert torch.load(path, weights_only=True)["model"]["weight"].shape == (1000, 1000)
+    else:
+        assert not path.exists()
+        assert message in finished.stderr
+        assert "File too large" in finished.stderr
