@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.optim import Optimizer
 
 from lightning_zero import ZeROPrecision, ZeROStrategy, estimate, fabric, gathered, join
+from lightning_zero.comm import Communicator
 from lightning_zero.plan import CURES
 from tests.cases.optimizers import Made, Wrapped
 from tests.cases.tensor_parallel import SIZES
@@ -201,7 +202,7 @@ def gathers(use: Callable[[Any], Any]) -> Callable[[], Any]:
 
     def hook(module: Any) -> None:
         with gathered(module):
-            if module.global_rank == 1:
+            if module.global_rank:
                 use(module.net.blocks[1].linear.weight)
 
     return fit(but(on_train_batch_end=hook))
@@ -247,32 +248,24 @@ def shards(*sizes: int) -> Callable[[], Any]:
     return lambda: fit(shard=sizes[dist.get_rank() % len(sizes)])()
 
 
-def amid(
-    change: Callable[[Any], Any],
-    way: str = "windows",
-    *,
-    of_one: bool = True,
-    trained: Any = lambda m: m,
-) -> Callable[[], Any]:
-    """Rank 1 alone, or each in its own way, changes something amid a run over some transport."""
+def of_rank_1(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Rank 1 alone changes something amid a run."""
+    return lambda m: change(m) if m.global_rank and m.global_step == 2 else None
 
-    def hook(module: Any) -> None:
-        if module.global_step == 2 and (module.global_rank or not of_one):
-            change(module)
 
-    def set_up(module: Any) -> None:
-        module.optimizer = lambda _, lr: torch.optim.SGD(trained(module).parameters(), lr)
+def freeze_a_child() -> None:
+    with wired("point to point"):
+        fit(but(on_train_batch_start=of_rank_1(lambda m: m.head.requires_grad_(False))))()
 
-    def run() -> None:
-        with wired(way):
-            fit(but(set_up, on_train_batch_start=hook))()
 
-    return run
+def train_the_body(module: Any) -> None:
+    module.optimizer = lambda _, lr: torch.optim.SGD(module.net.parameters(), lr)
 
 
 def add_group(module: Any) -> None:
     group = {"params": [*module.head.parameters()], "lr": 0.25 * (1 + module.global_rank)}
-    module.trainer.optimizers[0].add_param_group(group)
+    if module.global_step == 2:
+        module.trainer.optimizers[0].add_param_group(group)
 
 
 def by_rank(**options: Any) -> Callable[[], Any]:
@@ -468,11 +461,11 @@ OF_TWO: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "parameters that were replaced": (set_up_with_an_optimizer_of_old_parameters, V, "AdamW has parameters of no module that was set up. Create it after"),
     "all states of one rank": (asks(lambda o: o.state_dict(), optimizer=torch.optim.Adafactor), E, "the whole states of an optimizer of Adafactor"),
     "a state of one rank": (asks(lambda o: o.state[o.param_groups[0]["params"][0]]), E, "the whole states of an optimizer of Adam"),
-    "another rate": (amid(lambda m: m.trainer.optimizers[0].param_groups[0].update(lr=0.025)), R, "rank 1: Group 0 of optimizer 0: lr 0.025"),
-    "another group": (amid(add_group, of_one=False, trained=lambda m: m.net), R, "rank 1: Group 1 of optimizer 0: lr 0.5"),
-    "frozen alone, a parameter": (amid(lambda m: m.head.bias.requires_grad_(False)), R, "rank 1: Parameter 'head.bias': frozen"),
-    "frozen alone, a child": (amid(lambda m: m.head.requires_grad_(False), "point to point"), R, "rank 1: Parameter 'head.weight': frozen"),
-    "frozen alone, a unit": (amid(lambda m: m.net.blocks[1].requires_grad_(False)), R, "rank 1: Parameter 'net.blocks.1.norm.weight': frozen"),
+    "another rate": (fit(but(on_train_batch_start=of_rank_1(lambda m: m.trainer.optimizers[0].param_groups[0].update(lr=0.025)))), R, "rank 1: Group 0 of optimizer 0: lr 0.025"),
+    "another group": (fit(but(train_the_body, on_train_batch_start=add_group)), R, "rank 1: Group 1 of optimizer 0: lr 0.5"),
+    **{f"frozen alone, {name}": (fit(but(on_train_batch_start=of_rank_1(lambda m, part=part: part(m).requires_grad_(False)))), R, f"rank 1: Parameter '{name}': frozen") for name, part in (("head.bias", lambda m: m.head.bias), ("net.blocks.1.norm.weight", lambda m: m.net.blocks[1]))},
+    "frozen alone, a child": (freeze_a_child, R, "rank 1: Parameter 'head.weight': frozen"),
+    "gloo on a device": (lambda: Communicator(torch.device("cuda", 0)), V, r"type 'cuda'.*'gloo'.*process_group_backend='nccl'"),
     "other precisions": (by_rank(precision=("32-true", "bf16-mixed")), R, "rank 1: The Trainer: precision 'bf16-mixed'"),
     "other clipping": (by_rank(gradient_clip_val=(None, 2)), R, "rank 0: The Trainer: gradient_clip_val None"),
     "other rates": (follow_a_metric_of_each_rank, R, "rank 1: Group 0 of optimizer 0: lr 0.025"),

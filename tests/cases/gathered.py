@@ -172,6 +172,31 @@ class Doubling(Noted):
 case("recompute", Doubling, max_steps=2, settings=({"activation_checkpointing": True},))
 
 
+class Digits(Noted):
+    """Edits an element of each parameter between steps and in one; no other loses a digit."""
+
+    @torch.no_grad()
+    def edit(self, value: float) -> None:
+        expected = {name: x.clone() for name, x in self.state_dict().items()}
+        for name, parameter in self.named_parameters():
+            parameter.view(-1)[0] = expected[name].view(-1)[0] = value
+        assert all(torch.equal(x, expected[name]) for name, x in self.state_dict().items())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.edit(0.5)
+        with gathered(self, modify=True):
+            self.edit(0.25)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for value in (0.75, 0.125):  # the scale of a block is another one the second time
+            self.edit(value)
+        return super().training_step(batch, batch_idx)
+
+
+case("weights in hooks", Digits, max_steps=3, ulps=2**20, settings=({"gather_bits": 8, "reduce_bits": 8},), stages=(3,),
+     transports=("point to point",))  # fmt: skip
+
+
 # -- gradients -------------------------------------------------------------------------------------
 
 
@@ -212,3 +237,13 @@ for use in (lent, kept):
          moments={"on_before_optimizer_step": use})  # fmt: skip
 case("gradients in hooks", lambda: Unused(0.1, DropsInStep), "dropped_one_by_one_in_steps", **STEPS, ddp=UNUSED, stages=(1, 2, 3),
      moments={"on_after_backward": norms})  # fmt: skip
+
+
+def sent_in_two_bytes(m: Any, *_: Any) -> None:
+    traffic = m.trainer.strategy.traffic if is_ours(m) else {}
+    assert all(x.bytes == 2 * x.elements for (_, verb), x in traffic.items() if verb == "reduce")
+
+
+for dtype in (torch.float16, torch.bfloat16):
+    case("precision", Noted, f"reduced_in_{dtype}", **EVERY, settings=({"reduce_dtype": dtype},), dtype=dtype, ulps=2,
+         moments={"on_train_end": sent_in_two_bytes})  # fmt: skip

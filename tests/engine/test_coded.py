@@ -1,8 +1,7 @@
-"""Weights and gradients that travel in 8 bits, and gradients in 16."""
+"""Weights and gradients that travel in 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES
 from tests.oracle.models import MODELS
-from tests.oracle.parity import distance_in_ulps, require_same, share
-from tests.oracle.projects import Trace
+from tests.oracle.parity import share
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import (
     CPU,
@@ -22,7 +20,6 @@ from tests.oracle.sharded import (
     cast_inputs,
     sgd,
     surroundings,
-    train,
     whole,
 )
 
@@ -108,63 +105,3 @@ def test_all_ranks_see_the_same_learn_and_send_the_formula(ranks: Pools, way: Wa
     assert abs(coded[0]["losses"][-1] - plain["losses"][-1]) < 0.2 * fall
     if way == WAYS[1]:  # rounding by chance is the same in every run
         assert ranks(4).run(_train, way)[0]["states"] == coded[0]["states"]
-
-
-def _edited() -> dict[str, Tensor]:
-    """Return what steps see after edits of one element of each parameter, in three ways."""
-    engine, _ = _adopted((3, "32-true", None, CODED))
-    parameters = list(engine.module.parameters())
-
-    def edit(value: float) -> None:
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.view(-1)[0] = value
-
-    def between_steps(value: float) -> None:
-        edit(value)
-        engine.sharded.keep_edits()
-
-    def in_gathered(value: float) -> None:
-        with engine.sharded.gathered(modify=True):
-            edit(value)
-
-    def in_a_step(value: float) -> None:
-        with engine.step(awaits_backward=False):
-            engine.sharded.touch(parameters)
-            for _ in range(2):  # the scale of a block would be another one the second time
-                between_steps(value)
-
-    ways: list[Callable[[float], None]] = [between_steps, in_gathered, in_a_step]
-    for value, way in zip((3.5, 4.75, 6.25), ways, strict=True):
-        expected = whole(engine)
-        way(value)
-        for master in expected.values():
-            master.view(-1)[0] = value
-        # No other element has lost a digit.
-        torch.testing.assert_close(whole(engine), expected, rtol=0, atol=0)
-    seen = _seen(engine)
-    engine.close()
-    return seen
-
-
-def test_what_is_not_edited_keeps_its_digits(ranks: Pools) -> None:
-    first, second = ranks(2).run(_edited)
-    for name, value in first.items():
-        assert torch.equal(value, second[name])
-        assert value.view(-1)[0] == pytest.approx(6.25, rel=0.01)
-
-
-def _in_16_bits() -> None:
-    for dtype in (torch.float16, torch.bfloat16):
-        plain = train("tied", sgd)
-        first, second = (train("tied", sgd, stage=stage, reduce_dtype=dtype) for stage in (1, 3))
-        # Norms are sums over pieces, and keep their bits only where pieces are the same.
-        traces = (Trace(trace.params, losses=trace.losses) for trace in (second, first))
-        require_same(*traces)
-        for name, value in first.params.items():
-            assert distance_in_ulps(value, plain.params[name], dtype) <= 2
-        assert not all(map(torch.equal, first.params.values(), plain.params.values()))
-
-
-def test_gradients_that_are_reduced_in_16_bits(ranks: Pools) -> None:
-    ranks(3).run(_in_16_bits)

@@ -377,16 +377,7 @@ def test_states_travel_between_hosts(device: torch.device) -> None:
     job.engine.close()
 
 
-# ---------------------------------------------------------------------------- groups and faults
-
-
-def on_gloo() -> None:
-    with pytest.raises(ValueError, match=r"type 'cuda'.*'gloo'.*process_group_backend='nccl'"):
-        Communicator(torch.device("cuda", 0))
-
-
-def test_a_device_needs_a_backend_of_its_own(ranks: Pools) -> None:
-    ranks(2).run(on_gloo)
+# ---------------------------------------------------------------------------- faults
 
 
 FAULTS = [
