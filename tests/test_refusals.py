@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lightning_zero import ZeROPrecision, ZeROStrategy, estimate, fabric, gathered, join
 from lightning_zero.comm import Communicator
 from lightning_zero.plan import CURES
-from tests.cases.optimizers import Made, Wrapped
+from tests.cases.optimizers import Wrapped, made
 from tests.cases.tensor_parallel import SIZES
 from tests.cases.tensor_parallel import cut as cut_in_fabric
 from tests.oracle.eight_bits import quantize
@@ -419,8 +419,8 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "away, 16 bits": (fit(lambda: Regression(optimizer=lambda p, lr: torch.optim.SGD(p, lr, fused=True)), precision="bf16-true", **AWAY), V, "leaves most of a 16-bit parameter"),
     "eight bits": (fit(but(lambda m: quantize(m.head, is_frozen=False))), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "eight bits, unfrozen": (fit(but(lambda m: quantize(m.head), on_train_batch_start=lambda m: m.head.weight.requires_grad_(True))), V, "'head.weight' is of class EightBits, .* Freeze it"),
-    "wrapped states": (fit(lambda: Made(lambda m: OfTorchao(m.parameters())), checkpoint="dcp"), V, "AdamW8bit keeps states in tensors that wrap others"),
-    "own states": (fit(lambda: Made(lambda m: Lookahead(torch.optim.AdamW(m.parameters()))), checkpoint="dcp"), V, r"Lookahead.state_dict\(\) has its own format"),
+    "wrapped states": (fit(made(lambda m: OfTorchao(m.parameters())), checkpoint="dcp"), V, "AdamW8bit keeps states in tensors that wrap others"),
+    "own states": (fit(made(lambda m: Lookahead(torch.optim.AdamW(m.parameters()))), checkpoint="dcp"), V, r"Lookahead.state_dict\(\) has its own format"),
     "directory, plugin": (saves_a_directory("a", Plugin()), V, "cannot be combined with Plugin"),
     "directory, URL": (saves_a_directory("memory://a"), V, "needs a disk that all ranks share, not a URL"),
     "hoarder": (fit(lambda: Regression(optimizer=Hoarder)), V, "Hoarder keeps views of parameters outside of"),

@@ -64,35 +64,30 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.rand(6))
 
 
-def unit(inner: Callable[[], nn.Module], reshape: Callable[[Tensor], Tensor] = lambda x: x) -> Any:
-    """A model with `inner` as a unit between two linears."""
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.weight, (grad * x).sum(0)
+
+
+def saved_views() -> nn.Module:
+    """Units whose autograd saves views of weights: in one, two and three dimensions, or by hand."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
-        y = m.inner[0](reshape(m.first[0](x)))
-        return m.last[0]((y[0] if isinstance(y, tuple) else y).reshape(-1, 6))
+        flat, cubic, conv, own = m.units
+        y = cubic(flat(m.stem(x).flatten()).view(2, 2, 6)).view(4, 6)
+        return m.head(own(conv(y[None])[0]))
 
-    return lambda: Of(forward, first=[linear()], inner=[inner()], last=[linear()])
-
-
-def translator() -> nn.Module:
-    """As T5: every layer of the decoder is given the encoder's output, and the first's bias."""
-
-    def layer(m: Any, x: Tensor, bias: Tensor | None = None, *, encoded: Any = None) -> Any:
-        y = m.look(x if encoded is None else encoded)
-        bias = y.mean(0) if bias is None else bias
-        return x + torch.tanh(m.linear(x) + y + bias), bias
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        encoded, bias = m.stem(x), None
-        for each in m.encoder:
-            encoded, bias = each(encoded, bias)
-        x, bias = m.stem(x.flip(0)), None
-        for each in m.decoder:
-            x, bias = each(x, bias, encoded=encoded)
-        return x
-
-    layers = [Of(layer, linear=linear(), look=linear()) for _ in range(7)]
-    return Of(forward, stem=linear(), encoder=layers[:3], decoder=layers[3:])
+    own = Of(lambda m, x: _Scale.apply(x, m.weight), weight=weight())
+    units = [nn.Linear(24, 24), linear(), nn.Conv1d(4, 4, 3, padding=1), own]
+    return Of(forward, stem=linear(), units=units, head=linear())
 
 
 def of_units(of_unit: Callable[..., Any], forward: Callable[..., Any]) -> Callable[[], nn.Module]:
@@ -140,30 +135,7 @@ def _two_in_place(m: Any, x: Tensor) -> Tensor:
     return m.blocks[0]((x, x), kept) + torch.stack(kept).sum(0)
 
 
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weight = weight
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        (x,) = ctx.saved_tensors
-        return grad * ctx.weight, (grad * x).sum(0)
-
-
-def custom_function() -> nn.Module:
-    return Of(lambda m, x: _Scale.apply(x, m.weight), weight=weight())
-
-
 # ----------------------------------------------------------------------------- ways of backward
-
-
-def two_backwards(model: nn.Module, x: Tensor) -> None:
-    loss = square(model, x)
-    loss.backward(retain_graph=True)
-    loss.backward()
 
 
 def two_losses(model: nn.Module, x: Tensor) -> None:
@@ -176,29 +148,19 @@ def two_forwards(model: nn.Module, x: Tensor) -> None:
     (square(model, x) + square(model, x + 1)).backward()
 
 
-def gradient_penalty(model: nn.Module, x: Tensor) -> None:
-    x = x.clone().requires_grad_()
-    y = model(x).square().mean()
-    (grad,) = torch.autograd.grad(y, x, create_graph=True)
-    (y + grad.square().sum()).backward()
-
-
-def penalty_before_forward(model: nn.Module, x: Tensor) -> None:
+def penalty(another: bool, model: nn.Module, x: Tensor) -> None:
+    """The gradient of the input has a loss, beside that of the same forward or of another one."""
     leaf = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(model(leaf).square().mean(), leaf, create_graph=True)
-    penalty = grad.square().sum()
-    (square(model, x) + penalty).backward()
+    loss = square(model, leaf)
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    ((square(model, x) if another else loss) + grad.square().sum()).backward()
 
 
 def regularised(model: nn.Module, x: Tensor) -> None:
-    loss = square(model, x)
-    (loss + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
-
-
-def gradient_of_parameters(model: nn.Module, x: Tensor) -> None:
-    loss = square(model, x)
-    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    (loss + sum(grad.square().sum() for grad in grads)).backward()
+    """Weights and their gradients have a loss."""
+    loss, weights = square(model, x), list(model.parameters())
+    grads = torch.autograd.grad(loss, weights, create_graph=True)
+    (loss + 0.1 * sum(p.square().sum() for p in (*weights, *grads))).backward()
 
 
 def touch_in_two_backwards(model: nn.Module, x: Tensor) -> None:
@@ -240,10 +202,7 @@ def frozen_inside() -> nn.Module:
         run = lambda m, x: (m.inner(x) * m.gain).tanh() * m.gain + m.bias  # noqa: E731
         return Of(run, inner=linear(), gain=gain, bias=weight())
 
-    def forward(m: Any, x: Tensor) -> Tensor:
-        return chained(m.layers, x) * m.prompt
-
-    return Of(forward, prompt=weight(), layers=[layer(), layer()])
+    return Of(lambda m, x: chained(m.layers, x) * m.prompt, prompt=weight(), layers=[layer(), layer()])  # fmt: skip
 
 
 def frozen_first() -> nn.Module:
@@ -255,11 +214,10 @@ class RepeatedBorrowed(Stack):
     """A weight is borrowed between two calls of its unit."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[0](self.stem(x))
-        x = F.linear(x, self.blocks[0].linear.weight)
-        x = self.blocks[0](x)
-        x = self.blocks[1](F.linear(x, self.blocks[1].linear.weight))
-        return self.blocks[2](F.linear(x, self.blocks[0].linear.weight))
+        first, second, third = self.blocks
+        x = first(F.linear(first(self.stem(x)), first.linear.weight))
+        x = second(F.linear(x, second.linear.weight))
+        return third(F.linear(x, first.linear.weight))
 
 
 def gives_weights_away() -> nn.Module:
@@ -285,82 +243,42 @@ def shared_module() -> nn.Module:
     return Of(lambda m, x: m.layers[1](m.layers[0](x).tanh()).tanh(), layers=layers)
 
 
-class Checkpointed(Stack):
-    reentrant = False
-    around = "units"
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        if self.around == "units":
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-        elif self.around == "all":
-            x = checkpoint(self._run, x, use_reentrant=self.reentrant)
-        else:
-            for block in self.blocks:
-                x = checkpoint(self._nested, block, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-    def _run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def _nested(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=self.reentrant) + block(x)
-
-
-def checkpointed(around: str, *, reentrant: bool) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        model = Checkpointed()
-        model.around, model.reentrant = around, reentrant
-        return model
-
-    return make
-
-
-def inside_checkpointed(reentrant: bool) -> nn.Module:
-    """Units that checkpoint a part of themselves."""
-
-    def layer(m: Any, x: Tensor) -> Tensor:
-        return m.last(checkpoint(m.block, x, use_reentrant=reentrant))
-
-    layers = [Of(layer, block=Block(6), last=linear()) for _ in range(2)]
-    return Of(lambda m, x: chained(m.layers, m.stem(x)), stem=linear(), layers=layers)
-
-
-class RankDependent(Stack):
+def rank_dependent() -> nn.Module:
     """Every rank runs every unit, but not every rank's loss depends on it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        outs = [block(x) for block in self.blocks]
-        takes_first = bool(rows(0)[0, 0] == self.seen) if hasattr(self, "seen") else True
-        return self.head(outs[0] if takes_first else outs[2])
+    def forward(m: Any, x: Tensor) -> Tensor:
+        outs = [block(m.stem(x)) for block in m.blocks]
+        return outs[0] if torch.equal(x, rows(0)) else outs[2]
+
+    return Of(forward, stem=linear(), blocks=[Block(6) for _ in range(3)])
 
 
-def rank_dependent(model: nn.Module, x: Tensor) -> None:
-    model.seen = x[0, 0]
-    square(model, x).backward()
+def checkpointed(around: str, reentrant: bool) -> nn.Module:
+    """Checkpoints around units, around all of them, around a call within another, or in units."""
+    again = functools.partial(checkpoint, use_reentrant=reentrant)
+    ways: dict[str, Callable[[Any, Tensor], Tensor]] = {
+        "units": lambda units, x: chained((functools.partial(again, unit) for unit in units), x),
+        "all": lambda units, x: again(lambda y: chained(units, y), x),
+        "nested": lambda units, x: again(lambda y: again(units[0], y) + units[1](y), x),
+        "inside": lambda units, x: chained(units, x),
+    }
+    run = again if around == "inside" else lambda block, x: block(x)
+    units = [Of(lambda m, x: m.last(run(m.block, x)), block=Block(6), last=linear()) for _ in "12"]
+    forward = lambda m, x: m.head(ways[around](m.units, m.stem(x)))  # noqa: E731
+    return Of(forward, stem=linear(), units=units, head=linear())
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], How, int]] = {
     "plain": (Stack, of(), 3),
-    "saved_linear_1d": (unit(lambda: nn.Linear(24, 24), lambda x: x.flatten()), of(), 2),
-    "saved_linear_3d": (unit(lambda: nn.Linear(6, 6), lambda x: x.view(2, 2, 6)), of(), 2),
-    "saved_conv1d": (unit(lambda: nn.Conv1d(4, 4, 3, padding=1)), of(), 2),
-    "saved_by_a_function": (unit(custom_function), of(), 2),
-    "two_backwards": (Stack, two_backwards, 2),
+    "saved_views": (saved_views, of(), 2),
     "touch_in_two_backwards": (Stack, touch_in_two_backwards, 2),
     "two_losses": (Stack, two_losses, 2),
     "two_forwards": (Stack, two_forwards, 2),
-    "gradient_penalty": (Stack, gradient_penalty, 2),
-    "penalty_before_forward": (Stack, penalty_before_forward, 2),
-    "regularised": (Stack, regularised, 2),
-    "gradient_of_parameters": (Stack, gradient_of_parameters, 1),
+    "gradient_penalty": (Stack, functools.partial(penalty, False), 2),
+    "penalty_before_forward": (Stack, functools.partial(penalty, True), 2),
+    "regularised": (Stack, regularised, 1),
     "adversarial_input": (Stack, adversarial_input, 2),
     "evaluation_between": (Stack, evaluation_between, 2),
-    "encoder_and_decoder": (translator, of(), 3),
     "two_in_place": (of_units(_change_one, _two_in_place), of(), 2),
     "truncated": (of_units(_truncate, _truncated), of(), 2),
     "forces": (of_units(_force, _forces), of(), 2),
@@ -370,14 +288,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], How, int]] = {
     "repeated_borrowed": (RepeatedBorrowed, of(), 3),
     "gives_weights_away": (gives_weights_away, of(), 3),
     "shared_module": (shared_module, of(), 2),
-    "rank_dependent": (RankDependent, rank_dependent, 2),
-}
-for reentrant in (False, True):
-    end = "_reentrant" * reentrant
-    inside = functools.partial(inside_checkpointed, reentrant)
-    CASES[f"checkpoint_inside{end}"] = (inside, of(), 2)
-    for around in ("units", "all", "nested"):
-        CASES[f"checkpoint_{around}{end}"] = (checkpointed(around, reentrant=reentrant), of(), 3)
+    "rank_dependent": (rank_dependent, of(), 2),
+    **{f"checkpoint_{around}{'_reentrant' * reentrant}": (functools.partial(checkpointed, around, reentrant), of(), 3)
+       for reentrant in (False, True) for around in ("units", "all", "nested", "inside")},
+}  # fmt: skip
 for name, (make, how, steps) in CASES.items():
     # At stage 3 all ranks gather the same weights, in backward too.
     more: Any = {"stages": (1, 2)} if name == "rank_dependent" else {}

@@ -8,7 +8,6 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,19 +21,20 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from torch import Tensor, nn
 
 from lightning_zero import load_weights
+from tests.cases import user
 from tests.oracle.play import Player, case, widen
 from tests.oracle.projects import WIDTH, Regression, Trace, rows
 
 
 class Edited(Regression):
-    """Has a batch norm and as many optimizers as asked, of which some step whole parameters."""
+    """Has a batch norm, and so many optimizers when it begins and when it is resumed."""
 
     automatic_optimization = False
 
-    def __init__(self, num_optimizers: int = 2, on_load: Any = None) -> None:
+    def __init__(self, numbers: tuple[int, int] = (2, 2), on_load: Any = None) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.num_optimizers, self.on_load = num_optimizers, on_load
+        self.numbers, self.on_load = numbers, on_load
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.on_load is not None:
@@ -54,11 +54,10 @@ class Edited(Regression):
     def configure_optimizers(self) -> Any:
         # The weights that are there when optimizers are made are those of the checkpoint.
         self.notes += [float(p.detach().sum()) for p in self.parameters()]
-        kinds = [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD]
+        kinds = torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD
         pairs = list(zip(kinds, (self.net, self.head, self.norm), strict=True))
-        optimizers = [
-            kind(part.parameters(), lr=0.02) for kind, part in pairs[: self.num_optimizers]
-        ]
+        number = self.numbers[self.trainer.ckpt_path is not None]
+        optimizers = [kind(part.parameters(), lr=0.02) for kind, part in pairs[:number]]
         return optimizers, [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
 
 
@@ -77,37 +76,28 @@ def drop_the_last_optimizer(m: Any, checkpoint: Any) -> None:
     checkpoint["optimizer_states"].pop()
 
 
-def drop_a_parameters_state(m: Any, checkpoint: Any) -> None:
-    checkpoint["optimizer_states"][0]["state"].pop(1)
-
-
 def change_states(m: Any, checkpoint: Any) -> None:
     states = checkpoint["optimizer_states"][0]["state"]
     states[0]["exp_avg"] = torch.zeros_like(states[0]["exp_avg"])
     states[1]["exp_avg"].mul_(2)
     states[2]["exp_avg_sq"] = states[2]["exp_avg_sq"] * 4
-
-
-def change_a_rate(m: Any, checkpoint: Any) -> None:
+    states.pop(3)
     for state in checkpoint["optimizer_states"]:
         state["param_groups"][0]["lr"] = 0.3
 
 
-def replace_weights(m: Any, checkpoint: Any) -> None:
+def change_weights(m: Any, checkpoint: Any) -> None:
     weights = checkpoint["state_dict"]
     weights["head.weight"] = torch.full((WIDTH, WIDTH), 0.25)
-    weights["head.bias"] = weights["head.bias"] + 1
+    weights["head.bias"].add_(1)
+    weights["net.stem.bias"] = weights["net.stem.bias"] + 1
     weights["norm.weight"] = weights["norm.weight"].half()
-
-
-def change_weights(m: Any, checkpoint: Any) -> None:
-    checkpoint["state_dict"]["head.bias"].add_(1)
-
-
-def keep_own_weights(m: Any, checkpoint: Any) -> None:
     own = m.state_dict()
-    for name in ("norm.num_batches_tracked", "norm.running_mean", "head.weight"):
-        checkpoint["state_dict"][name] = own[name]
+    for name in ("norm.num_batches_tracked", "norm.running_mean", "net.stem.weight"):
+        weights[name] = own[name]
+    names = [f"net.blocks.{number}.linear.weight" for number in range(3)]
+    for name, part in zip(names, torch.cat([weights[n] for n in names]).chunk(3), strict=True):
+        weights[name] = part.t()
 
 
 def take_as_parameters(m: Any, checkpoint: Any) -> None:
@@ -140,91 +130,54 @@ def use_other_classes(m: Any, checkpoint: Any) -> None:
         of_one["step"] = of_one["step"].view(1)
 
 
-def fuse_and_split(m: Any, checkpoint: Any) -> None:
+def store_otherwise(m: Any, checkpoint: Any) -> None:
+    """Under other names and in half precision, beside other tensors and without a weight."""
     weights = checkpoint["state_dict"]
-    names = [f"net.blocks.{number}.linear.weight" for number in range(3)]
-    for name, part in zip(names, torch.cat([weights[n] for n in names]).chunk(3), strict=True):
-        weights[name] = part.t()
+    checkpoint["also"], checkpoint["twice"] = weights.pop("head.bias"), weights["head.weight"].double()  # fmt: skip
+    weights["head.weight"] = torch.full((WIDTH, WIDTH), 0.5)
+    halves = {k: v.bfloat16() if v.is_floating_point() else v for k, v in weights.items()}
+    checkpoint["state_dict"] = {f"old.{key}": value for key, value in halves.items()}
 
 
-def store_under_another_name(m: Any, checkpoint: Any) -> None:
-    checkpoint["state_dict"] = {f"old.{k}": v for k, v in checkpoint["state_dict"].items()}
+def load_otherwise(m: Any, checkpoint: Any) -> None:
+    weights = {k.removeprefix("old."): v for k, v in checkpoint["state_dict"].items()}
+    checkpoint["state_dict"] = {**weights, "head.bias": checkpoint["also"]}
 
 
-def give_names_back(m: Any, checkpoint: Any) -> None:
-    weights = checkpoint["state_dict"]
-    checkpoint["state_dict"] = {k.removeprefix("old."): v for k, v in weights.items()}
-
-
-def store_in_half(m: Any, checkpoint: Any) -> None:
-    weights = checkpoint["state_dict"]
-    for name, value in weights.items():
-        weights[name] = value.to(torch.bfloat16) if value.is_floating_point() else value
-    checkpoint["twice"] = weights["head.weight"].double()
-
-
-def store_other_tensors(m: Any, checkpoint: Any) -> None:
-    checkpoint["state_dict"]["head.weight"] = torch.full((WIDTH, WIDTH), 0.5)
-    checkpoint["also"] = checkpoint["state_dict"].pop("head.bias")
-
-
-def take_the_other_tensors(m: Any, checkpoint: Any) -> None:
-    checkpoint["state_dict"]["head.bias"] = checkpoint["also"]
-
-
-ON_LOAD = (change_weights, clear_one_state, drop_a_parameters_state, change_states, change_a_rate, replace_weights,
-           keep_own_weights, take_as_parameters, drop_weights, assign_data, use_other_classes, fuse_and_split,
-           clear_all_states, drop_the_last_optimizer)  # fmt: skip
-ON_SAVE: tuple[tuple[Any, Any], ...] = (
-    (store_under_another_name, give_names_back), (store_in_half, None), (store_other_tensors, take_the_other_tensors),
-    (clear_all_states, None),
-)  # fmt: skip
 FRESH = "Optimizers that begin fresh: "
 WARNS = {
     clear_all_states: f"{FRESH}0 (AdamW), 1 (Adafactor).",
     drop_the_last_optimizer: f"{FRESH}1 (Adafactor).",
 }
 AGAIN: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 2, "save_at": 1, "readers": ("again",), "ulps": 64}  # fmt: skip
+BY_MODULE = (change_weights, clear_one_state, change_states, take_as_parameters, drop_weights, assign_data,
+             use_other_classes, clear_all_states, drop_the_last_optimizer)  # fmt: skip
 EDITS: list[tuple[str, Any, dict[str, Any], Any]] = [
-    *((f"load_{edit.__name__}", partial(Edited, on_load=edit), {}, edit) for edit in ON_LOAD),
+    *((f"load_{edit.__name__}", partial(Edited, on_load=edit), {}, edit) for edit in BY_MODULE),
     # By a callback, which comes when weights are loaded.
     *((f"callback_{edit.__name__}", Edited, {"on_load_checkpoint": edit}, edit) for edit in (change_states, clear_all_states)),
-    *((f"save_{edit.__name__}", partial(Edited, on_load=back), {"on_save_checkpoint": edit}, edit) for edit, back in ON_SAVE),
+    *((f"save_{edit.__name__}", partial(Edited, on_load=back), {"on_save_checkpoint": edit}, edit)
+      for edit, back in ((store_otherwise, load_otherwise), (clear_all_states, None))),
 ]  # fmt: skip
 # What a hook edits has no more to do with the stage: they take turns.
 for number, (name, module, moments, edit) in enumerate(EDITS):
     case("checkpoints", module, name, moments=moments, warns=WARNS.get(edit, ""), stages=(3 - number % 3,), **AGAIN)  # fmt: skip
-
-
-class OtherNumber(Edited):
-    """Has other optimizers when it is resumed."""
-
-    def __init__(self, *numbers: int) -> None:
-        super().__init__()
-        self.numbers = numbers
-
-    def configure_optimizers(self) -> Any:
-        self.num_optimizers = self.numbers[self.trainer.ckpt_path is not None]
-        return super().configure_optimizers()
-
-
-for numbers, words in (
-    ((1, 3), f"{FRESH}1 (Adafactor), 2 (SGD)."),
-    ((3, 1), "Unused states: 1, 2."),
-):
-    case("checkpoints", lambda n=numbers: OtherNumber(*n), f"{numbers[0]}_optimizers_and_{numbers[1]}", warns=words,
-         **AGAIN)  # fmt: skip
+for numbers, words in {(1, 3): f"{FRESH}1 (Adafactor), 2 (SGD).", (3, 1): "Unused states: 1, 2."}.items():  # fmt: skip
+    case("checkpoints", partial(Edited, numbers), f"{numbers[0]}_optimizers_and_{numbers[1]}", warns=words, **AGAIN)  # fmt: skip
 
 
 # -- what is read while it is saved ----------------------------------------------------------------
 
 
 def computed(m: Any, checkpoint: Any) -> Any:
+    """The file has what a hook computes, and what it does to the module after its state was taken."""
     weights, states = checkpoint["state_dict"], checkpoint["optimizer_states"][0]["state"]
     weights["head.weight"] = weights["head.weight"] * 2 + weights["net.stem.weight"].t()
-    return [value.double().sum().item() for value in weights.values()], [
-        state["exp_avg"].norm() for state in states.values()
-    ]
+    sums = [value.double().sum().item() for value in weights.values()]
+    with torch.no_grad():
+        m.net.blocks[1].linear.weight.mul_(2)
+        m.net.blocks[0].linear.bias.zero_()
+    return sums, [state["exp_avg"].norm() for state in states.values()]
 
 
 def copied(m: Any, checkpoint: Any) -> Any:
@@ -234,30 +187,13 @@ def copied(m: Any, checkpoint: Any) -> Any:
     # What is a tensor of its own may be changed in place.
     changed = [weights["head.bias"].clone().mul_(2), copies[0]["head.bias"].add_(1)]
     changed.append(weights["head.bias"].half().mul_(2))
-    return [*copies, torch.load(io.BytesIO(file.getvalue())), *changed]
+    cast = [(v.to("cpu", torch.bfloat16), v.type(torch.float64)) for v in weights.values()]
+    viewed = [weights["head.weight"][:2], nn.Parameter(weights["head.bias"]), weights["head.bias"].data.cpu()]  # fmt: skip
+    facts = len({value.data_ptr() for value in weights.values()}), weights["head.weight"].numpy().tolist()  # fmt: skip
+    return [*copies, torch.load(io.BytesIO(file.getvalue())), *changed, *cast, *viewed, *facts]
 
 
-def viewed(m: Any, checkpoint: Any) -> Any:
-    weights = checkpoint["state_dict"]
-    addresses = {value.data_ptr() for value in weights.values()}
-    rows = weights["head.weight"][:2], weights["head.weight"].numpy().tolist()
-    return len(addresses), rows, nn.Parameter(weights["head.bias"]), weights["head.bias"].data.cpu()
-
-
-def cast(m: Any, checkpoint: Any) -> Any:
-    values = checkpoint["state_dict"].values()
-    ways = [lambda v: v.to("cpu", torch.bfloat16), lambda v: v.type(torch.float64)]
-    return [way(value) for value in values for way in ways]
-
-
-def changed_module(m: Any, checkpoint: Any) -> Any:
-    """The file has what a hook does to the module after its state was taken."""
-    with torch.no_grad():
-        m.head.weight.mul_(2)
-        m.net.blocks[0].linear.bias.zero_()
-
-
-for read in (computed, copied, viewed, cast, changed_module):
+for read in (computed, copied):
 
     def keep(m: Any, checkpoint: Any, read: Any = read) -> None:
         checkpoint["read"] = read(m, checkpoint)
@@ -265,43 +201,33 @@ for read in (computed, copied, viewed, cast, changed_module):
     case("checkpoints", Edited, f"reads_{read.__name__}", moments={"on_save_checkpoint": keep}, **AGAIN)  # fmt: skip
 
 
-class ChangesInPlace(Edited):
-    def on_train_epoch_end(self) -> None:
-        self.trainer.save_checkpoint("never.ckpt")
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"]["head.bias"].mul_(2)
+def save_changed(m: Any, checkpoint: Any) -> None:
+    checkpoint["state_dict"]["head.bias"].mul_(2)
 
 
 @case("checkpoints", settings=({"checkpoint": "file"}, {"checkpoint": "dcp"}))
 def weights_in_use_are_not_changed_by_a_save(play: Player) -> Trace:
     if not play.is_ddp:
+        save = lambda m: m.trainer.save_checkpoint("never.ckpt")  # noqa: E731
+        module = user(Edited, on_save_checkpoint=save_changed, on_train_epoch_end=save)
         with pytest.raises(RuntimeError, match=r"'head.bias' .* was changed in place"):
-            play.fit(ChangesInPlace())
+            play.fit(module())
     return Trace({})
 
 
-class KeepsCopies(Regression):
-    """Saves copies of weights that it made at its first save beside new ones."""
-
-    kept: Any = None
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        weights = checkpoint["state_dict"].items()
-        self.kept = self.kept or {name: (value.clone(), value.double()) for name, value in weights}
-        checkpoint["kept"] = self.kept
+def save_copies(m: Any, checkpoint: Any) -> None:
+    """Save copies of weights that were made at the first save beside new ones."""
+    weights = checkpoint["state_dict"].items()
+    m.kept = m.kept or {name: (value.clone(), value.double()) for name, value in weights}
+    checkpoint["kept"] = m.kept
 
 
 @case("checkpoints")
 def copies_of_earlier_weights(play: Player) -> Trace:
-    paths, module, trainer = (
-        [str(play.folder / f"{n}.ckpt") for n in (1, 2)],
-        KeepsCopies(),
-        play.trainer(),
-    )
-    module.on_train_batch_end = lambda *_: trainer.save_checkpoint(paths[trainer.global_step - 1])  # type: ignore[method-assign]
-    trainer.limit_train_batches = 2
-    trainer.fit(module, rows())
+    paths, trainer = [str(play.folder / f"{n}.ckpt") for n in (1, 2)], play.trainer(max_steps=2)
+    save = lambda m, *_: trainer.save_checkpoint(paths[trainer.global_step - 1])  # noqa: E731
+    module = user(Regression, kept=None, on_save_checkpoint=save_copies, on_train_batch_end=save)
+    trainer.fit(module(), rows())
     trainer.strategy.barrier()
     files = [torch.load(path, weights_only=True) for path in paths]
     return Trace({}, notes=[[file["kept"], file["state_dict"]] for file in files])
@@ -323,36 +249,18 @@ def best_and_last(play: Player) -> Trace:
     return play.trace(module, trainer, found)
 
 
-class Pretrained(Regression):
-    """Takes weights from a file when it is sharded."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def on_fit_start(self) -> None:
-        load_weights(self.net, self.path)
-
-
 @case("checkpoints", ulps=16)
 def pretrained(play: Player) -> Trace:
+    """Take weights from a file when the module is sharded."""
     path = play.folder / "weights.pt"
     weights = {name: value + 0.25 for name, value in Regression().net.state_dict().items()}
     if play.rank == 0:
         torch.save(weights, path)
     dist.barrier()
-    return play.fit(Pretrained(path))
+    return play.fit(user(Regression, on_fit_start=lambda m: load_weights(m.net, path))())
 
 
 # -- plugins: they are called as under DDP, and only Lightning's own are replaced by a faster way ---
-
-
-class Dropping(_WrappingCheckpointIO):
-    """Leaves optimizer states out and adds a word."""
-
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        states = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
-        super().save_checkpoint({**checkpoint, "optimizer_states": states, "word": "x"}, path)
 
 
 class Twice(AsyncCheckpointIO):
@@ -364,12 +272,14 @@ class Twice(AsyncCheckpointIO):
 
 
 class Reading(_WrappingCheckpointIO):
-    """Notes a sum of weights in the file, and swallows errors."""
+    """Notes a sum of weights in the file, leaves optimizer states out, and swallows errors."""
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         try:
             total = sum(float(value.sum()) for value in checkpoint["state_dict"].values())
-            super().save_checkpoint({**checkpoint, "total": round(total, 4)}, path)
+            states = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
+            more = {"optimizer_states": states, "total": round(total, 4)}
+            super().save_checkpoint({**checkpoint, **more}, path)
         except RuntimeError:
             return
 
@@ -391,7 +301,7 @@ PLUGINS: dict[str, tuple[Callable[[], CheckpointIO], bool]] = {
     "async": (AsyncCheckpointIO, True),
     "async_around_torchs": (lambda: AsyncCheckpointIO(TorchCheckpointIO()), True),
     "wrapper": (_WrappingCheckpointIO, False),
-    "drops": (Dropping, False),
+    "reader": (Reading, False),
     "twice": (Twice, False),
     "own": (Own, False),
     "async_around_own": (lambda: AsyncCheckpointIO(Own()), False),
@@ -403,9 +313,7 @@ PLUGINS: dict[str, tuple[Callable[[], CheckpointIO], bool]] = {
 def written_by(make: Callable[[], CheckpointIO], is_ours: bool, play: Player) -> Trace:
     """Save by a callback and by hand, and go on from there."""
     path, how = str(play.folder / "last.ckpt"), {"limit_train_batches": 3}
-    keep = ModelCheckpoint(
-        play.folder, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step"
-    )
+    keep = ModelCheckpoint(play.folder, "{step}", every_n_train_steps=1, save_top_k=1, monitor="step")  # fmt: skip
     trainer = play.trainer(plugins=[make()], callbacks=[keep], enable_checkpointing=True, **how)
     trainer.fit(Regression(), rows())
     options: Any = {"storage_options": {"a": 1}} if make is Own else {}
@@ -419,15 +327,8 @@ def written_by(make: Callable[[], CheckpointIO], is_ours: bool, play: Player) ->
         found = any(name.endswith("lightning_zero.json") for name in archive.namelist())
     assert found == (is_ours and not play.is_ddp)
     file = torch.load(path, weights_only=True)
-    facts = [
-        sorted(file),
-        sorted(file["optimizer_states"][0]["state"]),
-        file["state_dict"],
-        file.get("options"),
-    ]
-    return play.fit(
-        Regression(), plugins=[make()], max_epochs=2, ckpt_path=path, notes=facts, **how
-    )
+    facts = [sorted(file), sorted(file["optimizer_states"][0]["state"]), file["state_dict"], file.get("options")]  # fmt: skip
+    return play.fit(Regression(), plugins=[make()], max_epochs=2, ckpt_path=path, notes=facts, **how)  # fmt: skip
 
 
 for name, (make, is_ours) in PLUGINS.items():

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,9 +54,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.1, momentum=0.9)
 
 
-def begun(
-    fabric: Fabric, optimizer: Any = adamw, make: Callable[[], Any] = lambda: Blocks(2, WIDTH)
-) -> Any:
+def blocks() -> nn.Module:
+    return Blocks(2, WIDTH)
+
+
+def begun(fabric: Fabric, optimizer: Any = adamw, make: Callable[[], Any] = blocks) -> Any:
     model = seeded(make)
     return fabric.setup(model, optimizer(model.parameters()))
 
@@ -66,7 +67,7 @@ def output(fabric: Fabric, model: Any, step: int) -> Tensor:
     return model(batch(step, fabric.global_rank)).square().mean()
 
 
-def stepped(fabric: Fabric, optimizer: Any, loss: Tensor) -> float:
+def step_with(fabric: Fabric, optimizer: Any, loss: Tensor) -> float:
     fabric.backward(loss)
     optimizer.step()
     optimizer.zero_grad()
@@ -88,26 +89,32 @@ def accumulate(fabric: Fabric) -> Trace:
     return trace(losses, model)
 
 
-def clipped(fabric: Fabric, **how: Any) -> Trace:
+NORMS = ("inf", -math.inf, 0, -1, 0.5, 1, "2", 3.5)
+
+
+def clipped(fabric: Fabric) -> Trace:
+    """By value, and by norms of every order that torch accepts."""
     model, optimizer = begun(fabric, sgd)
     norms = []
-    for step in range(3):
+    for step, order in enumerate(NORMS):
         fabric.backward(output(fabric, model, step))
-        norms.append(fabric.clip_gradients(model, optimizer, **how))
+        fabric.clip_gradients(model, optimizer, clip_val=0.02)
+        how: Any = {"max_norm": 1e-3, "norm_type": order}
+        norms.append(float(fabric.clip_gradients(model, optimizer, **how)))
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e-4, order)))  # type: ignore[arg-type]
         optimizer.step()
         optimizer.zero_grad()
-    return trace([float(norm) for norm in norms if norm is not None], model)
+    return trace(norms, model)
 
 
 def adversaries(fabric: Fabric) -> Trace:
     """Two modules with an optimizer each; one is called twice for one backward."""
     with torch.random.fork_rng(devices=[]):
-        generator = seeded(lambda: Blocks(2, WIDTH))
+        generator = seeded(blocks)
         judge = seeded(lambda: nn.Sequential(Block(WIDTH), nn.Linear(WIDTH, 1)))
     first = torch.optim.Adam(generator.parameters(), lr=0.02, betas=(0.5, 0.9))
     second = torch.optim.SGD(judge.parameters(), lr=0.05, momentum=0.9)
-    generator = fabric.setup_module(generator)
-    judge = fabric.setup_module(judge)
+    generator, judge = fabric.setup_module(generator), fabric.setup_module(judge)
     first, second = fabric.setup_optimizers(first, second)
     losses = []
     for step in range(3):
@@ -133,56 +140,23 @@ def adversaries(fabric: Fabric) -> Trace:
     return trace(losses, generator, judge)
 
 
-def together(optimizer_class: Any, fabric: Fabric, folder: Path) -> Trace:
-    """Modules that were set up one by one and have one optimizer; resumes from its own file."""
-    encoder, decoder = seeded(lambda: Blocks(2, WIDTH)), seeded(lambda: nn.Linear(WIDTH, WIDTH))
-    groups = [{"params": encoder.parameters()}, {"params": decoder.parameters(), "lr": 0.02}]
-    optimizer = optimizer_class(groups, lr=0.01)
-    encoder, decoder = fabric.setup_module(encoder), fabric.setup_module(decoder)
-    optimizer = fabric.setup_optimizers(optimizer)
-    state = {"encoder": encoder, "decoder": decoder, "optimizer": optimizer}
-    path = folder / "together.ckpt"
-    results = []
-    for step in (0, 1, 2, 3, 2, 3):
-        if step == 2 and len(results) == 4:
-            fabric.save(path, state)
-        elif step == 2:
-            fabric.load(path, state)
-        loss = decoder(encoder(batch(step, fabric.global_rank))).square().mean()
-        fabric.backward(loss)
-        norm = fabric.clip_gradients(encoder, optimizer, max_norm=0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-        results += [loss.item(), float(norm)]
-    assert results[4:8] == results[8:]
-    return trace(results, encoder, decoder)
-
-
-def frozen_teacher(fabric: Fabric) -> Trace:
-    teacher = seeded(lambda: Blocks(2, WIDTH)).requires_grad_(False).eval()
-    if isinstance(fabric.strategy, ZeROStrategy):  # DDP refuses it
-        teacher = fabric.setup_module(teacher)
-    student, optimizer = begun(fabric, make=lambda: Blocks(1, WIDTH))
-    losses = []
-    for step in range(3):
-        x = batch(step, fabric.global_rank)
-        with torch.no_grad():
-            target = teacher(x)
-        losses.append(stepped(fabric, optimizer, F.mse_loss(student(x), target)))
-    return trace(losses, student)
-
-
-def closures(fabric: Fabric) -> Trace:
+def own_backward(fabric: Fabric) -> Trace:
+    """Calls `loss.backward()` itself, and in every other step a closure that backs up by Fabric."""
     model, optimizer = begun(fabric)
     losses = []
-    for step in range(3):
+    for step in range(4):
 
         def closure(step: int = step) -> Tensor:
             optimizer.zero_grad()
             fabric.backward(loss := output(fabric, model, step))
             return loss
 
-        losses.append(float(optimizer.step(closure)))
+        if step % 2:
+            losses.append(float(optimizer.step(closure)))
+        else:
+            output(fabric, model, step).backward()
+            optimizer.step()
+        optimizer.zero_grad()
     return trace(losses, model)
 
 
@@ -195,49 +169,29 @@ class Lit(LightningModule):
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.zeros(1))
 
-    def training_step(self, x: Tensor) -> Tensor:
+    def training_step(self, x: Tensor, target: Tensor) -> Tensor:
         self.seen += x.sum()
-        return self.scale * self.net(x).square().mean()
+        return self.scale * F.mse_loss(self.net(x), target)
 
-    def other(self, x: Tensor) -> Tensor:
-        return self.training_step(x) * 2
+    def other(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.training_step(x, target) * 2
 
 
-def lightning_module(fabric: Fabric) -> Trace:
+def frozen_teacher(fabric: Fabric) -> Trace:
+    """A LightningModule learns from a module that is not trained."""
+    teacher = seeded(blocks).requires_grad_(False).eval()
+    if isinstance(fabric.strategy, ZeROStrategy):  # DDP refuses it
+        teacher = fabric.setup_module(teacher)
     model, optimizer = begun(fabric, make=Lit)
     model.mark_forward_method("other")
     losses = []
     for step in range(4):
+        x = batch(step, fabric.global_rank)
+        with torch.no_grad():
+            target = teacher(x)
         method = model.training_step if step % 2 else model.other
-        loss = method(batch(step, fabric.global_rank))
-        losses += [stepped(fabric, optimizer, loss), model.seen.item()]
+        losses += [step_with(fabric, optimizer, method(x, target)), model.seen.item()]
     return trace(losses, model)
-
-
-def plain_backward(fabric: Fabric) -> Trace:
-    model, optimizer = begun(fabric)
-    for step in range(3):
-        output(fabric, model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return trace([], model)
-
-
-NORMS = ("inf", -math.inf, 0, -1, 0.5, 1, "2", 3.5)
-
-
-def clipped_by_every_norm(fabric: Fabric) -> Trace:
-    """By norms of every order that torch accepts."""
-    model, optimizer = begun(fabric, sgd)
-    norms = []
-    for step, order in enumerate(NORMS):
-        fabric.backward(output(fabric, model, step))
-        how: Any = {"max_norm": 1e-3, "norm_type": order}
-        norms.append(float(fabric.clip_gradients(model, optimizer, **how)))
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e-4, order)))  # type: ignore[arg-type]
-        optimizer.step()
-        optimizer.zero_grad()
-    return trace(norms, model)
 
 
 def within_gathered(fabric: Fabric) -> Trace:
@@ -246,28 +200,22 @@ def within_gathered(fabric: Fabric) -> Trace:
     losses: list[Any] = []
     for step in range(3):
         with lightning_zero.gathered(model):
-            losses.append(stepped(fabric, optimizer, output(fabric, model, step)))
+            losses.append(step_with(fabric, optimizer, output(fabric, model, step)))
             losses.append(nn.utils.parameters_to_vector(model.parameters()).detach())
     return trace(losses, model)
 
 
-def looped(loop: Callable[[Fabric], Trace], play: Player) -> Trace:
-    return loop(play.fabric(min_num_params=1, units="auto"))
-
-
-LOOPS: dict[str, tuple[Callable[[Fabric], Trace], dict[str, Any]]] = {
-    "clip_by_value": (partial(clipped, clip_val=1e-3), {}),
-    "every_norm": (clipped_by_every_norm, {"ulps": 64}),
-    "within_gathered": (within_gathered, {"stages": (1, 2, 3, 3), "precisions": ("32-true", "bf16-mixed")}),
-    "adversaries": (adversaries, {}),
-    "frozen_teacher": (frozen_teacher, {}),
-    "closures": (closures, {"worlds": (1, 2)}),
-    "lightning_module": (lightning_module, {}),
-    "plain_backward": (plain_backward, {}),
-    "accumulate": (accumulate, {"ulps": 64, "precisions": ("32-true", "bf16-mixed", "64-true", "bf16-true")}),
-}  # fmt: skip
-for name, (loop, how) in LOOPS.items():
-    case("fabric", name=f"fabric_{name}", loop=partial(looped, loop), **{"ulps": 8, **how})
+LOOPS: dict[Callable[[Fabric], Trace], dict[str, Any]] = {
+    clipped: {"ulps": 64},
+    within_gathered: {"stages": (1, 2, 3, 3), "precisions": ("32-true", "bf16-mixed")},
+    adversaries: {},
+    frozen_teacher: {},
+    own_backward: {"worlds": (1, 2)},
+    accumulate: {"ulps": 64, "precisions": ("32-true", "bf16-mixed", "64-true", "bf16-true")},
+}
+for loop, how in LOOPS.items():
+    run = lambda play, loop=loop: loop(play.fabric(min_num_params=1, units="auto"))  # noqa: E731
+    case("fabric", name=f"fabric_{loop.__name__}", loop=run, **{"ulps": 8, **how})
 
 
 class Branches(nn.Module):
@@ -309,11 +257,46 @@ def copies_come_together_whatever_each_microbatch_uses(play: Player) -> Trace:
     return Trace({}, notes=grads)
 
 
-def trained_together(optimizer: Any, play: Player) -> Trace:
-    how: dict[str, Any] = {"min_num_params": 1, "units": "auto"}
-    if "offload_optimizer" in play.way.settings:
-        how["offload_path"] = str(play.folder)
-    return together(optimizer, play.fabric(**how), play.folder)
+def together(optimizer_class: Any, play: Player) -> Trace:
+    """Modules of like names have one optimizer; DDP and other stages go on from their file."""
+    is_away = "offload_optimizer" in play.way.settings
+    how = {"offload_path": str(play.folder)} if is_away else {}
+    path = play.folder / "together.ckpt"
+
+    def run(fabric: Fabric, first: int = 0) -> Trace:
+        fabric.launch()
+        encoder, decoder = seeded(blocks), seeded(lambda: Blocks(1, WIDTH))
+        groups = [{"params": encoder.parameters()}, {"params": decoder.parameters(), "lr": 0.02}]
+        optimizer = optimizer_class(groups, lr=0.01)
+        encoder, decoder = fabric.setup_module(encoder), fabric.setup_module(decoder)
+        optimizer = fabric.setup_optimizers(optimizer)
+        state = {"encoder": encoder, "decoder": decoder, "optimizer": optimizer, "step": first}
+        if first:
+            rest = fabric.load(path, state)
+            assert ([*rest], rest["rng"].tolist(), state["step"]) == (["rng"], [0, 1, 2], 2)
+            assert state["encoder"] is encoder
+        results = []
+        for step in range(first, 4):
+            if step == 2 and not first:
+                fabric.save(path, {**state, "step": 2, "rng": torch.arange(3)})
+            loss = decoder(encoder(batch(step, fabric.global_rank))).square().mean()
+            fabric.backward(loss)
+            norm = fabric.clip_gradients(encoder, optimizer, max_norm=0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            results += [loss.item(), float(norm)]
+        return trace(results, encoder, decoder)
+
+    made = run(play.fabric(**how))
+    ours: Any = [ZeROStrategy(2), ZeROStrategy(3, units={Block})]
+    others = [] if play.is_ddp else ["ddp", *ours]
+    fabrics = [Fabric(accelerator="cpu", devices=2, strategy=each) for each in others]
+    for fabric in (play.fabric(**how), *fabrics):
+        resumed = run(fabric, first=2)
+        assert resumed.losses == pytest.approx(made.losses[4:], rel=1e-5)
+        torch.testing.assert_close(resumed.params, made.params, rtol=1e-6, atol=1e-7)
+    made.saved = torch.load(path, weights_only=True)
+    return made
 
 
 AWAY = {"offload_optimizer": "nvme"}
@@ -322,17 +305,15 @@ for name, optimizer, how in (
     ("Normalized", Normalized, {}),
     ("in_files", torch.optim.AdamW, {"stages": (2, 3), "settings": (AWAY, {**AWAY, "offload_weights": "nvme"})}),
 ):  # fmt: skip
-    case("fabric", name=f"fabric_together_{name}", loop=partial(trained_together, optimizer), ulps=64, **how)  # fmt: skip
+    case("fabric", name=f"fabric_together_{name}", loop=partial(together, optimizer), ulps=64, **how)  # fmt: skip
 
 
 @case("fabric", precisions=("16-mixed",), stages=(1, 2, 3))
 def overflowing(play: Player) -> Trace:
     """A scale so large that the first steps are skipped, on all ranks alike."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
-    strategy: Any = (
-        play.way.strategy if play.is_ddp else ZeROStrategy(play.way.strategy, units={Block})
-    )
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    ours = ZeROStrategy(play.way.strategy, units={Block}) if not play.is_ddp else None
+    plugin, strategy = MixedPrecision("16-mixed", "cpu", scaler), ours or play.way.strategy
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[plugin])
     fabric.launch()
     model, optimizer = begun(fabric, partial(torch.optim.SGD, lr=0.1))
@@ -351,48 +332,14 @@ def overflowing(play: Player) -> Trace:
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def set_up(play: Player, strategy: Any = None) -> Any:
-    how: dict[str, Any] = {"accelerator": "cpu", "devices": play.way.world}
-    fabric = play.fabric() if strategy is None else Fabric(strategy=strategy, **how)
-    fabric.launch()
-    return fabric, *begun(fabric)
-
-
-def train(fabric: Fabric, model: Any, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        stepped(fabric, optimizer, model(batch(step, 0)).square().mean())
-
-
-@case("fabric", ulps=8)
-def a_checkpoint_of_fabric(play: Player) -> Trace:
-    """Saved in the middle; under ZeRO, the rest is trained by DDP and by another stage."""
-    fabric, model, optimizer = set_up(play)
-    path = play.folder / "state.ckpt"
-    state = {"model": model, "optimizer": optimizer, "step": 3, "rng": torch.arange(3)}
-    train(fabric, model, optimizer, range(3))
-    fabric.save(path, state)
-    train(fabric, model, optimizer, range(3, 6))
-    last = trace([], model)
-    for other in () if play.is_ddp else ("ddp", ZeROStrategy(2), ZeROStrategy(3, units={Block})):
-        fabric, model, optimizer = set_up(play, other)
-        train(fabric, model, optimizer, range(1))
-        state = {"model": model, "optimizer": optimizer, "step": 0}
-        rest = fabric.load(path, state)
-        assert list(rest) == ["rng"]
-        assert (rest["rng"].tolist(), state["model"] is model) == ([0, 1, 2], True)
-        train(fabric, model, optimizer, range(state["step"], 6))
-        found = trace([], model)
-        torch.testing.assert_close(found.params, last.params, rtol=1e-6, atol=1e-7)
-    return last
-
-
 @case("fabric", ulps=8)
 def a_checkpoint_is_loaded_in_part(play: Player) -> Trace:
     """Filters and strictness are Fabric's; bare state dicts are loaded; what does not fit changes nothing."""
-    fabric, model, optimizer = set_up(play)
+    fabric = play.fabric()
+    model, optimizer = begun(fabric)
     state, path = {"model": model, "optimizer": optimizer}, play.folder / "some.ckpt"
     fabric.save(path, state, filter={"model": lambda name, _: "weight" in name})
-    wanted = {name for name, _ in Blocks(2, WIDTH).named_parameters() if "weight" in name}
+    wanted = {name for name, _ in blocks().named_parameters() if "weight" in name}
     assert set(torch.load(path, weights_only=True)["model"]) == wanted
     with pytest.raises(RuntimeError, match="Missing key"):
         fabric.load(path, state)
@@ -409,26 +356,7 @@ def a_checkpoint_is_loaded_in_part(play: Player) -> Trace:
         (play.folder / "whole.ckpt").unlink(missing_ok=True) if play.rank == 0 else None
     raw = play.folder / "raw.pt"
     if play.rank == 0:
-        torch.save({k: torch.ones_like(v) for k, v in Blocks(2, WIDTH).state_dict().items()}, raw)
+        torch.save({k: torch.ones_like(v) for k, v in blocks().state_dict().items()}, raw)
     fabric.barrier()
     fabric.load_raw(raw, model)
     return trace([], model)
-
-
-@case("fabric")
-def modules_with_the_same_names(play: Player) -> Trace:
-    """They are saved together, and each is loaded again."""
-    fabric, path = play.fabric(), play.folder / "twins.ckpt"
-
-    def twins(seed: int) -> dict[str, Any]:
-        torch.manual_seed(seed)
-        return {name: fabric.setup(Blocks(1, WIDTH)) for name in ("student", "teacher")}
-
-    first, second = twins(0), twins(1)
-    fabric.save(path, first)
-    fabric.load(path, dict(second))
-    for name, module in first.items():
-        assert torch.equal(module(batch(0, 0)), second[name](batch(0, 0)))
-    found = trace([], *second.values())
-    found.saved = torch.load(path, weights_only=True)
-    return found

@@ -17,17 +17,18 @@ from torch import Tensor
 
 from lightning_zero.optimizer import Way, staging
 from lightning_zero.optimizer.known import known_class
-from tests.cases.optimizers import FILES, Large, Made, own
+from tests.cases.optimizers import FILES, Large, own
 from tests.oracle.own_optimizers import OWN, Own
 from tests.oracle.play import Player, by_trainer, case
-from tests.oracle.projects import Regression, Trace, rows
+from tests.oracle.projects import Noted, Regression, Trace, rows
 
 
 class Named(Large):
     """Two groups with names, a frozen parameter, and one without a gradient in a step."""
 
     def __init__(self, make: Any) -> None:
-        super().__init__(make)
+        super().__init__()
+        self.make = make
         self.head.bias.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
@@ -110,7 +111,7 @@ class Scaled(Own):
         p.add_(grad, alpha=-group["lr"] * self.scale)
 
 
-class Changing(Made):
+class Changing(Noted):
     """Changes what a step is made with: in a hook before it, first and last in its closure."""
 
     def configure_optimizers(self) -> Any:
@@ -131,5 +132,5 @@ class Changing(Made):
 
 
 for kind in (Scaled, torch.optim.SGD):
-    case("optimizers", lambda k=kind: Changing(lambda m: k(m.parameters(), lr=0.02)), f"changing_{kind.__name__}",
+    case("optimizers", partial(Changing, 0.02, kind), f"changing_{kind.__name__}",
          settings=({}, FILES), stages=(2, 3), max_steps=3, ulps=8)  # fmt: skip

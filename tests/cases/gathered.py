@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from lightning_zero import ZeROStrategy, gathered, join
+from tests.cases import user
 from tests.cases.gradients import STEPS, Unused, kept, norms
 from tests.cases.optimizers import Dropping
 from tests.oracle.models import Block
@@ -53,16 +54,14 @@ def edited_gathered(m: Any, *_: Any) -> Any:
 case("weights in hooks", Noted, "edited_gathered", **EVERY, moments={"on_train_batch_end": edited_gathered})  # fmt: skip
 
 
-class Moving(Noted):
-    """Moves its weights before every forward."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        for parameter in self.parameters():
-            moved(parameter) if is_ours(self) else parameter.data.mul_(0.9)
-        return super().training_step(batch, batch_idx)
+def move_first(m: Any, batch: Any) -> Tensor:
+    """Move the weights before every forward."""
+    for parameter in m.parameters():
+        moved(parameter) if is_ours(m) else parameter.data.mul_(0.9)
+    return Noted.loss(m, batch)
 
 
-case("weights in hooks", Moving, **EVERY)
+case("weights in hooks", user(loss=move_first), "Moving", **EVERY)
 
 
 class Keeping(Block):
@@ -101,27 +100,17 @@ class Kept(Noted):
 case("weights in hooks", Kept, **EVERY, settings=({"units": {Block, Keeping}},), data=lambda: (rows(), rows(4, seed=1)))  # fmt: skip
 
 
-class Snapshots(Noted):
-    """Keeps what it reads between steps, which is a snapshot; DDP's goes on changing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Any] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        state = self.state_dict()
-        views = [p.detach()[:1] for p in self.parameters()]
-        arrays = [torch.from_numpy(p.detach().numpy()) for p in self.parameters()]
-        if is_ours(self):
-            assert all(x.untyped_storage().nbytes() == x.nbytes for x in state.values())
-        found = state, views, arrays
-        self.kept.append(found if is_ours(self) else copy.deepcopy(found))
-
-    def on_train_end(self) -> None:
-        self.notes += self.kept
+def snapshot(m: Any, *_: Any) -> None:
+    """Keep what is read between steps, which is a snapshot; DDP's goes on changing."""
+    state, views = m.state_dict(), [p.detach()[:1] for p in m.parameters()]
+    arrays = [torch.from_numpy(p.detach().numpy()) for p in m.parameters()]
+    if is_ours(m):
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in state.values())
+    found = state, views, arrays
+    m.notes.append(found if is_ours(m) else copy.deepcopy(found))
 
 
-case("weights in hooks", Snapshots, **EVERY, worlds=(1, 2))
+case("weights in hooks", Noted, "snapshots", **EVERY, worlds=(1, 2), moments={"on_train_batch_end": snapshot})  # fmt: skip
 
 
 @torch.no_grad()

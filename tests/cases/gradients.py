@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from lightning_zero import ZeROStrategy, full_grad, gathered, grad_norm
+from tests.cases import scheduled, user
 from tests.oracle.models import Block, Blocks
 from tests.oracle.play import UNUSED, Player, case, widen
-from tests.oracle.projects import WIDTH, Noted, Trace, rows
+from tests.oracle.projects import WIDTH, ByHand, Noted, Trace, rows
 
 STEPS: dict[str, Any] = {"max_steps": 5, "max_epochs": -1}
 
@@ -48,29 +49,23 @@ def read(m: Any, *_: Any) -> Any:
         (first + 1).tolist(),
         first.cpu().clone().tolist(),
         first.data.numpy().tolist(),
-        first.tolist(),
         copy.deepcopy(first).tolist(),
         pickle.loads(pickle.dumps(first)).tolist(),
         first[1].sum().item(),
         (last.detach() * last).sum().item(),
         torch.histc(first.float(), bins=5).tolist(),
-        last.mean().item(),
-        last.shape,
-        torch.isfinite(last).all().item(),
+        *(last.mean().item(), last.shape, torch.isfinite(last).all().item()),
         full_grad(next(m.parameters())).tolist(),
         torch.cat([p.grad.flatten() for p in m.parameters()]).tolist(),
     ]
 
 
-def clipped_by_norm(m: Any, *_: Any) -> Any:
+def clipped(m: Any, *_: Any) -> Any:
     first = float(clip_grad_norm_(m.parameters(), 0.1))
-    return first, float(clip_grad_norm_(m.parameters(), 0.05, norm_type=1))
-
-
-def clipped_by_value(m: Any, *_: Any) -> Any:
+    second = float(clip_grad_norm_(m.parameters(), 0.05, norm_type=1))
     clip_grad_value_(m.parameters(), 0.02)
     clip_grad_value_([m.head.weight], 0.01, foreach=True)
-    return norms(m)
+    return first, second, norms(m)
 
 
 def operated(m: Any, *_: Any) -> Any:
@@ -134,7 +129,7 @@ def dropped(m: Any, *_: Any) -> Any:
     return norms(m)
 
 
-for use in (measured, read, clipped_by_norm, clipped_by_value, operated, kept, dropped):
+for use in (measured, read, clipped, operated, kept, dropped):
     moments = {"on_before_optimizer_step": use}
     if use is measured:
         moments |= {"on_after_backward": lambda m: dict(lightning_grad_norm(m, 2)),
@@ -168,39 +163,57 @@ class Hooked(Noted):
         return loss
 
 
-class Unused(Noted):
-    """A block has no gradient in every other step, and then none is seen."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.net.stem(x)
-        for index, block in enumerate(self.net.blocks):
-            if index != 1 or self.global_step % 2:
-                x = block(x)
-        return self.head(x)
-
-
 case("gradients in hooks", Hooked, **STEPS, ulps=16)
-case("gradients in hooks", Unused, **STEPS, ddp=UNUSED, worlds=(3,), stages=(1, 2, 3),
+
+
+def without_a_block(m: Any, x: Tensor) -> Tensor:
+    """A block has no gradient in every other step, and then none is seen."""
+    x = m.net.stem(x)
+    for index, block in enumerate(m.net.blocks):
+        if index != 1 or m.global_step % 2:
+            x = block(x)
+    return m.head(x)
+
+
+Unused = user(forward=without_a_block)
+case("gradients in hooks", Unused, "Unused", **STEPS, ddp=UNUSED, worlds=(3,), stages=(1, 2, 3),
      moments={"on_after_backward": lambda m: (norms(m), dict(lightning_grad_norm(m, 2)))})  # fmt: skip
+
+
+def taking_turns(m: Any, x: Tensor) -> Tensor:
+    """Each rank leaves out one block of two, the other one in the next microbatch."""
+    m.turn = getattr(m, "turn", m.global_rank) + 1
+    x = m.net.stem(x)
+    for index, block in enumerate(m.net.blocks):
+        if index != m.turn % 2:
+            x = block(x)
+    return m.head(x)
+
+
+case("gradients in hooks", user(forward=taking_turns), "TakesTurns", accumulate_grad_batches=2, max_steps=2, ulps=64,
+     ddp=UNUSED, stages=(1, 2))  # fmt: skip
 
 
 class Overrides(Noted):
     """Overrides every hook around a step and notes when it is called and what it sees."""
 
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
-    ) -> None:
-        # Warms the rate up, as Lightning's documentation shows.
+    steps_later = False
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:  # fmt: skip
+        """Warm the rate up, as Lightning's documentation shows; run the closure within or before."""
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * min(1.0, (self.global_step + 1) / 3)
         self.notes.append(["step", epoch, batch_idx])
-        optimizer.step(closure=closure)
+        if self.steps_later:
+            loss = closure()
+            self.notes.append(["ran", None if loss is None else loss.item()])
+            optimizer.step(closure=lambda: loss)
+        else:
+            optimizer.step(closure=closure)
         self.notes.append("stepped")
 
     def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return scheduled(super().configure_optimizers())
 
 
 def _noting(name: str) -> Callable[..., Any]:
@@ -220,17 +233,6 @@ for hook in ("backward", "on_before_backward", "on_after_backward", "configure_g
     setattr(Overrides, hook, _noting(hook))
 
 
-class StepsLater(Overrides):
-    """Steps by hand, with the closure that it was given run first."""
-
-    def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
-    ) -> None:
-        loss = closure()
-        self.notes.append(["ran", None if loss is None else loss.item()])
-        optimizer.step(closure=lambda: loss)
-
-
 def whole(m: Any, optimizer: Any) -> Any:
     with gathered(m):
         return len(optimizer.param_groups), [
@@ -240,34 +242,30 @@ def whole(m: Any, optimizer: Any) -> Any:
 
 
 ONCE: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 0.2, "data": lambda: (rows(12),),
-                        "moments": {"on_before_optimizer_step": whole}}  # fmt: skip
-case("gradients in hooks", Overrides, **ONCE, ulps=16)
-case("gradients in hooks", Overrides, "overrides_accumulating", **ONCE, accumulate_grad_batches=2, ulps=16)  # fmt: skip
-case("gradients in hooks", StepsLater, **ONCE, ulps=16)
+                        "moments": {"on_before_optimizer_step": whole}, "ulps": 16}  # fmt: skip
+case("gradients in hooks", Overrides, **ONCE)
+case("gradients in hooks", user(Overrides, steps_later=True), "StepsLater", **ONCE, accumulate_grad_batches=2)  # fmt: skip
 
 
 class WithoutElements(Noted):
-    """Has a parameter without elements, and notes its states in the optimizer and on disk."""
+    """Has a parameter without elements, which has states in the optimizer and on disk."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.optimizer = torch.optim.AdamW
+        super().__init__(optimizer=torch.optim.AdamW)
         self.none = nn.Parameter(torch.zeros(0, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.none.sum()
 
-    def on_train_end(self) -> None:
-        optimizer = self.trainer.optimizers[0]
-        self.notes.append(optimizer.state[self.none])
-        path = self.trainer.strategy.broadcast(tempfile.mkdtemp()) + "/saved.ckpt"
-        self.trainer.save_checkpoint(path)
-        self.notes.append(torch.load(path)["optimizer_states"][0]["state"])
-        optimizer.load_state_dict(torch.load(path)["optimizer_states"][0])
-        self.notes.append(optimizer.state_dict()["state"])
+
+def states_of_nothing(m: Any) -> Any:
+    (optimizer,) = m.trainer.optimizers
+    optimizer.load_state_dict(optimizer.state_dict())
+    return optimizer.state[m.none], optimizer.state_dict()["state"]
 
 
-case("gradients in hooks", WithoutElements, **STEPS, stages=(2, 3))
+case("gradients in hooks", WithoutElements, max_epochs=2, save_at=1, readers=("own",), stages=(2, 3),
+     moments={"on_train_end": states_of_nothing})  # fmt: skip
 
 
 # -- precisions and clipping -----------------------------------------------------------------------
@@ -287,55 +285,38 @@ class Scaled(Noted):
             parameter.grad = parameter.grad * 0.5
 
     def on_train_batch_end(self, *args: Any) -> None:
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            self.notes.append(
-                scaler.scale if isinstance(scaler.scale, float) else scaler.get_scale()
-            )
+        plugin = self.trainer.precision_plugin
+        if (scaler := getattr(plugin, "scaler", None)) is not None:
+            self.notes.append([plugin.precision, plugin.device, scaler.get_scale()])
 
 
 for precisions in (("64-true", "bf16-mixed", "16-mixed"), ("32-true", "bf16-true", "16-true")):
     case("precision", Scaled, f"scaled_{precisions[0]}", **STEPS, precisions=precisions, stages=(1, 2, 3), ulps=16)  # fmt: skip
 
 
-class Overflows(Scaled):
+def overflow(m: Any, batch: Any, batch_idx: int) -> Tensor:
     """In the second and third step one element of one rank's gradient is infinite."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx in (1, 2) and self.global_rank == 1:
-            loss = loss + self.head.bias[5] * float("inf")
-        return loss
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """The norms that are not finite are noted elsewhere."""
+    loss = Noted.training_step(m, batch, batch_idx)
+    is_here = batch_idx in (1, 2) and m.global_rank == 1
+    return loss + m.head.bias[5] * float("inf") if is_here else loss
 
 
+# Norms that are not finite are noted elsewhere.
+OVERFLOWS = user(Scaled, training_step=overflow, on_before_optimizer_step=lambda *_: None)
 for clip in ({}, {"gradient_clip_val": 0.5}):
-    case("precision", Overflows, f"overflows_{len(clip)}", **STEPS, **clip, precisions=("16-mixed",),
-         stages=(1, 2, 3))  # fmt: skip
+    case("precision", OVERFLOWS, f"overflows_{len(clip)}", **STEPS, **clip, precisions=("16-mixed",), stages=(1, 2, 3))  # fmt: skip
 
 
 class OwnClipping(Scaled):
-    """Clips the head by value, then everything as it is told."""
+    """Clips the head by value, then everything as it is told, then what precision calls its main parameters."""
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Any,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:  # fmt: skip
         assert gradient_clip_val == 0.05
-        torch.nn.utils.clip_grad_value_(self.head.parameters(), 0.01)
+        clip_grad_value_(self.head.parameters(), 0.01)
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.notes.append([float(p.grad.norm()) for p in self.parameters()])
-
-
-class ClipsMainParameters(Scaled):
-    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.notes.append(norms(self))
         parameters = list(self.trainer.precision_plugin.main_params(optimizer))
-        self.notes.append(float(torch.nn.utils.clip_grad_norm_(parameters, 0.1)))
-        self.notes.append([float(p.grad.norm()) for p in self.parameters()])
+        self.notes += [float(clip_grad_norm_(parameters, 0.04)), norms(self)]
 
 
 CLIPS: list[tuple[Any, dict[str, Any]]] = [
@@ -343,18 +324,16 @@ CLIPS: list[tuple[Any, dict[str, Any]]] = [
     (Scaled, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     (Scaled, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
     (OwnClipping, {"gradient_clip_val": 0.05}),
-    (ClipsMainParameters, {}),
 ]
 for number, (module, options) in enumerate(CLIPS):
-    case("clipping", module, f"clip_{number}", **options, max_steps=2, precisions=("32-true", "16-mixed"), ulps=16)  # fmt: skip
+    case("clipping", module, f"clip_{number}", **options, max_steps=2, precisions=("32-true", "16-mixed"), ulps=16, stages=(3, 1 + number % 2))  # fmt: skip
 
 
 class Growing(Noted):
     """Trains its head too from the second step on."""
 
-    def __init__(self, *, by_hand: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = not by_hand
         self.head.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
@@ -365,32 +344,11 @@ class Growing(Noted):
             self.head.requires_grad_(True)
             self.trainer.optimizers[0].add_param_group({"params": [*self.head.parameters()]})
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            self.manual_backward(loss)
-            kinds = ("norm", "value")
-            self.clip_gradients(optimizer, 0.01, gradient_clip_algorithm=kinds[batch_idx % 2])
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss
 
-
-for by_hand in (False, True):
-    case("precision", lambda h=by_hand: Growing(by_hand=h), f"parameters_added_{by_hand}", max_steps=3, worlds=(1,),
-         precisions=("32-true" if by_hand else "16-mixed",), stages=(1 + by_hand, 3), ulps=16)  # fmt: skip
+case("precision", Growing, "parameters_added", max_steps=3, worlds=(1,), ulps=16, precisions=("16-mixed",), stages=(1, 3))  # fmt: skip
 
 
 # -- accumulation ----------------------------------------------------------------------------------
-
-
-class Scheduled(Noted):
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
 
 COUNTED = {
     "on_before_optimizer_step": lambda m, *_: [m.global_step, *norms(m)],
@@ -403,11 +361,11 @@ WINDOWS: list[dict[str, Any]] = [
     {"callbacks": lambda: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})], "max_epochs": 3},
 ]
 LOCAL = {"accumulate": "local"}
-POLICIES: list[dict[str, Any]] = [{}, LOCAL, {}, LOCAL, {"shard": 1}]
+POLICIES: list[dict[str, Any]] = [{}, {}, LOCAL, {}, LOCAL, {"shard": 1}]
+STEPPED = user(configure_optimizers=lambda m: scheduled(Noted.configure_optimizers(m)))
 for number, options in enumerate(WINDOWS):
-    options |= {"data": lambda: (rows(16), rows(4, seed=1)), "ulps": 16, "moments": COUNTED}
-    case("accumulation", Scheduled, f"windows_{number}", **options, stages=(2, 2, 3, 3, 3), settings=POLICIES)  # fmt: skip
-    case("accumulation", Scheduled, f"windows_{number}_at_stage_1", **options, stages=(1,))
+    case("accumulation", STEPPED, f"windows_{number}", **options, data=lambda: (rows(16), rows(4, seed=1)), ulps=16,
+         moments=COUNTED, stages=(1, 2, 2, 3, 3, 3), settings=POLICIES)  # fmt: skip
 
 
 # -- manual optimization ---------------------------------------------------------------------------
@@ -418,7 +376,7 @@ class Adversaries(LightningModule):
 
     automatic_optimization = False
 
-    def __init__(self, step: Callable[..., None] | None = None) -> None:
+    def __init__(self, step: Callable[..., None]) -> None:
         super().__init__()
         self.step = step
         with torch.random.fork_rng(devices=[]):
@@ -433,143 +391,101 @@ class Adversaries(LightningModule):
         return self.generator(z)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        assert self.step is not None
-        self.step(self, batch, batch_idx)
+        self.step(self, *batch, batch_idx, *self.optimizers())
 
     def judge(self, x: Tensor, *, is_real: bool) -> Tensor:
         verdict = self.discriminator(x)
         return F.binary_cross_entropy_with_logits(verdict, torch.full_like(verdict, is_real))
 
-    def note(self, *losses: Tensor) -> None:
-        self.losses += [loss.item() for loss in losses]
+    def backward_of(self, loss: Tensor, **how: Any) -> None:
+        self.manual_backward(loss, **how)
+        self.losses.append(loss.item())
         names = [name for name, p in self.named_parameters() if p.grad is not None]
         self.notes.append([names, [p.requires_grad for p in self.parameters()]])
 
     def configure_optimizers(self) -> Any:
-        return [
-            torch.optim.Adam(self.generator.parameters(), lr=0.02, betas=(0.5, 0.9)),
-            torch.optim.SGD(self.discriminator.parameters(), lr=0.05, momentum=0.9),
-        ]
+        of = self.generator.parameters()
+        plain, usual = torch.optim.SGD, partial(torch.optim.Adam, betas=(0.5, 0.9))
+        second = torch.optim.SGD(self.discriminator.parameters(), lr=0.05, momentum=0.9)
+        optimizers = [(plain if self.step is unsent else usual)(of, lr=0.02), second]
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in optimizers]
+        return optimizers, schedulers
 
 
-def toggling(m: Any, batch: Any, batch_idx: int) -> None:
+def toggling(m: Any, z: Tensor, real: Tensor, number: int, generate: Any, discriminate: Any) -> None:  # fmt: skip
     """The textbook GAN of Lightning's documentation."""
-    z, real = batch
-    generate, discriminate = m.optimizers()
-
     m.toggle_optimizer(generate)
     fake = m(z)
-    loss_g = m.judge(fake, is_real=True) + F.mse_loss(fake, m.teacher(z))
-    m.log("loss_g", loss_g, sync_dist=True)
-    m.manual_backward(loss_g)
-    m.note(loss_g)
+    loss = m.judge(fake, is_real=True) + F.mse_loss(fake, m.teacher(z))
+    m.log("loss_g", loss, sync_dist=True)
+    m.backward_of(loss)
     generate.step()
     generate.zero_grad()
     m.untoggle_optimizer(generate)
 
     m.toggle_optimizer(discriminate)
-    loss_d = m.judge(real, is_real=True) + m.judge(m(z).detach(), is_real=False)
-    m.manual_backward(loss_d)
-    m.note(loss_d)
+    m.backward_of(m.judge(real, is_real=True) + m.judge(m(z).detach(), is_real=False))
     discriminate.step()
     discriminate.zero_grad()
     m.untoggle_optimizer(discriminate)
 
 
-class Frequencies(Adversaries):
+def in_turn(m: Any, z: Tensor, real: Tensor, number: int, generate: Any, discriminate: Any) -> None:
     """Two discriminator steps for each of the generator's, without toggling, and a schedule."""
-
-    def configure_optimizers(self) -> Any:
-        optimizers = super().configure_optimizers()
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.8) for o in optimizers]
-        return optimizers, schedulers
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        z, real = batch
-        generate, discriminate = self.optimizers()
-        loss_d = self.judge(real, is_real=True) + self.judge(self(z).detach(), is_real=False)
-        discriminate.zero_grad()
-        self.manual_backward(loss_d)
-        self.clip_gradients(discriminate, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
-        discriminate.step()
-        self.note(loss_d)
-        if batch_idx % 2:
-            loss_g = self.judge(self(z), is_real=True)
-            generate.zero_grad()
-            self.manual_backward(loss_g)
-            self.clip_gradients(generate, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-            generate.step()
-            self.note(loss_g)
-            for scheduler in self.lr_schedulers():
-                scheduler.step()
-        self.notes.append(
-            [group["lr"] for o in self.trainer.optimizers for group in o.param_groups]
-        )
+    discriminate.zero_grad()
+    m.backward_of(m.judge(real, is_real=True) + m.judge(m(z).detach(), is_real=False))
+    m.clip_gradients(discriminate, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+    discriminate.step()
+    if number % 2:
+        generate.zero_grad()
+        m.backward_of(m.judge(m(z), is_real=True))
+        m.clip_gradients(generate, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+        generate.step()
+        for scheduler in m.lr_schedulers():
+            scheduler.step()
+    m.notes.append([group["lr"] for o in m.trainer.optimizers for group in o.param_groups])
 
 
-def accumulating(m: Any, batch: Any, batch_idx: int) -> None:
+def accumulating(m: Any, z: Tensor, real: Tensor, number: int, *optimizers: Any) -> None:
     """Sums the gradients of two batches by hand, and takes two losses to one step."""
-    z, _ = batch
-    generate, discriminate = m.optimizers()
     fake = m(z)
-    m.manual_backward(F.mse_loss(fake, m.teacher(z)) / 2, retain_graph=True)
-    loss = m.judge(fake, is_real=True) / 2
-    m.manual_backward(loss)
-    m.note(loss)
-    if batch_idx % 2:
-        for optimizer in (generate, discriminate):
+    m.backward_of(F.mse_loss(fake, m.teacher(z)) / 2, retain_graph=True)
+    m.backward_of(m.judge(fake, is_real=True) / 2)
+    if number % 2:
+        for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
 
-def unsynced(m: Any, batch: Any, batch_idx: int) -> None:
+def unsynced(m: Any, z: Tensor, real: Tensor, number: int, *optimizers: Any) -> None:
     """Does without messages in every other batch, by what DDP's wrapper has."""
     assert m.trainer.model.module is m
-    with m.trainer.model.no_sync() if batch_idx % 2 == 0 else nullcontext():
-        accumulating(m, batch, batch_idx)
+    with m.trainer.model.no_sync() if number % 2 == 0 else nullcontext():
+        accumulating(m, z, real, number, *optimizers)
 
 
-def toggled_late(m: Any, batch: Any, batch_idx: int) -> None:
+def toggled_late(m: Any, z: Tensor, real: Tensor, number: int, generate: Any, _: Any) -> None:
     """Freezes the other network between forward and backward."""
-    z, _ = batch
-    generate, _ = m.optimizers()
     loss = m.judge(m(z), is_real=True)
     m.toggle_optimizer(generate)
-    m.manual_backward(loss)
-    m.note(loss)
+    m.backward_of(loss)
     generate.step()
     generate.zero_grad()
     m.untoggle_optimizer(generate)
 
 
-def plain(m: Any, batch: Any, batch_idx: int) -> None:
+def plain(m: Any, z: Tensor, real: Tensor, number: int, generate: Any, _: Any) -> None:
     """Calls `loss.backward()` and closures itself, which DDP does not average."""
-    z, _ = batch
-    generate, _ = m.optimizers()
 
     def closure() -> Tensor:
         loss = F.mse_loss(m(z), m.teacher(z))
         generate.zero_grad()
-        if isinstance(m.trainer.strategy, ZeROStrategy):
-            loss.backward()
-        else:
-            m.manual_backward(loss)
-        m.note(loss)
+        is_ours = isinstance(m.trainer.strategy, ZeROStrategy)
+        loss.backward() if is_ours else m.manual_backward(loss)
+        m.losses.append(loss.item())
         return loss
 
     generate.step(closure=closure)
-
-
-def drop_in_place(m: Any) -> None:
-    m.optimizers()[0].zero_grad(set_to_none=False)
-
-
-def drop_of_module(m: Any) -> None:
-    m.zero_grad()
-
-
-def drop_of_optimizer(m: Any) -> None:
-    m.optimizers()[0].zero_grad()
 
 
 def drop_some(m: Any) -> None:
@@ -591,84 +507,73 @@ def change(m: Any) -> None:
     bias.grad.data = bias.grad.data * 2 + 1.0
     bias.grad = bias.grad.detach()
     bias.grad[1:].mul_(0.5)
-    torch.nn.utils.clip_grad_norm_(m.generator.parameters(), 0.05)
+    clip_grad_norm_(m.generator.parameters(), 0.05)
 
 
-class Unsent(Adversaries):
+DROPS = (
+    *(lambda m: None, lambda m: m.optimizers()[0].zero_grad(), lambda m: m.zero_grad()),
+    *(lambda m: m.optimizers()[0].zero_grad(set_to_none=False), drop_some, replace, change),
+)
+
+
+def unsent(m: Any, z: Tensor, real: Tensor, number: int, generate: Any, discriminate: Any) -> None:
     """Drops, replaces and changes gradients between microbatches that are not sent."""
 
-    WAYS = (
-        *(lambda m: None, drop_of_optimizer, drop_in_place, drop_of_module),
-        *(drop_some, replace, change, drop_of_optimizer),
-    )
+    def backward_of(z: Tensor, is_sent: bool = False) -> None:
+        with generate.toggle_model(sync_grad=is_sent):
+            m.manual_backward(loss := F.mse_loss(m(z), m.teacher(z)))
+        m.losses.append(loss.item())
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        z, _ = batch
-        generate, discriminate = self.optimizers()
-        way = self.WAYS[batch_idx % len(self.WAYS)]
-        if batch_idx >= len(self.WAYS):
-            # Averaged gradients of before, to which the unsent ones add.
-            self.backward_of(z.flip(0))
-        for _ in range(2):
-            with generate.toggle_model(sync_grad=False):
-                self.backward_of(2 * z)
-        self.note_local()
-        way(self)
-        self.note_local()
-        if batch_idx % 3:
-            with generate.toggle_model(sync_grad=False):
-                self.backward_of(3 * z)
-            self.note_local()
-        with generate.toggle_model(sync_grad=True):
-            self.backward_of(z)
-        self.notes.append([float(p.grad.norm()) for p in self.generator.parameters()])
-        generate.step()
-        # Whatever way the gradients went out, the parameters show none.
-        self.zero_grad()
-        discriminate.zero_grad()
-
-    def backward_of(self, z: Tensor) -> None:
-        loss = F.mse_loss(self(z), self.teacher(z))
-        self.manual_backward(loss)
-        self.losses.append(loss.item())
-
-    def note_local(self) -> None:
+    def note() -> None:
         """Under DDP this rank's own gradients, which it has not sent."""
-        grads = [p.grad for p in self.generator.parameters() if p.grad is not None]
-        self.notes.append([float(grad.norm()) for grad in grads if grad.any()])
-        self.notes.append([grad.clone() for grad in grads[:1] if grad.any()])
+        grads = [p.grad for p in m.generator.parameters() if p.grad is not None]
+        m.notes.append([float(grad.norm()) for grad in grads if grad.any()])
+        m.notes.append([grad.clone() for grad in grads[:1] if grad.any()])
 
-    def configure_optimizers(self) -> Any:
-        optimizers = super().configure_optimizers()
-        optimizers[0] = torch.optim.SGD(self.generator.parameters(), lr=0.02)
-        return optimizers
+    if number >= len(DROPS):
+        # Averaged gradients of before, to which the unsent ones add.
+        m.manual_backward(F.mse_loss(m(z.flip(0)), m.teacher(z.flip(0))))
+    backward_of(2 * z)
+    backward_of(2 * z)
+    note()
+    DROPS[number % len(DROPS)](m)
+    note()
+    if number % 3:
+        backward_of(3 * z)
+        note()
+    backward_of(z, is_sent=True)
+    m.notes.append([float(p.grad.norm()) for p in m.generator.parameters()])
+    generate.step()
+    # Whatever way the gradients went out, the parameters show none.
+    m.zero_grad()
+    discriminate.zero_grad()
 
 
 PLENTY: dict[str, Any] = {"data": lambda: (rows(32),), "ddp": UNUSED, "ulps": 64}
-for step in (toggling, accumulating, unsynced, toggled_late, plain):
-    case("manual optimization", lambda s=step: Adversaries(s), f"by_hand_{step.__name__}", **PLENTY)
-for step in (toggling, plain):  # no unit's hooks tell when a backward pass begins
-    case("manual optimization", lambda s=step: Adversaries(s), f"by_hand_{step.__name__}_in_the_root", **PLENTY,
-         settings=({"units": "auto"},))  # fmt: skip
-case("manual optimization", Frequencies, **PLENTY)
-case("manual optimization", Unsent, **{**PLENTY, "data": lambda: (rows(64),)}, stages=(1, 2, 3), settings=(LOCAL,))  # fmt: skip
+for step in (toggling, in_turn, accumulating, unsynced, toggled_late, plain):
+    # In the root, no unit's hooks tell when a backward pass begins.
+    cut: dict[str, Any] = {"stages": (3, 3, 2, 1), "settings": ({}, {"units": "auto"})}
+    more = cut if step in (toggling, plain) else {}
+    case("manual optimization", partial(Adversaries, step), f"by_hand_{step.__name__}", **PLENTY, **more)  # fmt: skip
+case("manual optimization", partial(Adversaries, unsent), "by_hand_unsent", **{**PLENTY, "data": lambda: (rows(64),)},
+     stages=(1, 2, 3), settings=(LOCAL,))  # fmt: skip
 
 
 def step_unsent(m: Any, batch: Any, batch_idx: int) -> None:
     """Forgets to send what it steps with."""
-    generate, _ = m.optimizers()
-    with generate.toggle_model(sync_grad=False):
+    optimizer: Any = m.optimizers()
+    with optimizer.toggle_model(sync_grad=False):
         m.manual_backward(m(batch[0]).sum())
-    generate.step()
+    optimizer.step()
 
 
 @case("manual optimization", settings=(LOCAL,))
 def unsent_gradients_are_not_stepped_with(play: Player) -> Trace:
     if not play.is_ddp:
-        words = r"'generator.stem.weight' is .* own.*no_backward_sync.*sync_grad=True"
+        words = r"'net.stem.weight' is .* own.*no_backward_sync.*sync_grad=True"
         with pytest.raises(RuntimeError, match=words):
-            play.fit(Adversaries(step_unsent))
+            play.fit(user(ByHand, training_step=step_unsent)())
     return Trace({})
 
 
-widen("measured", "clip_0", "windows_0_at_stage_1", "by_hand_toggling")
+widen("measured", "clip_0", "windows_0", "by_hand_toggling")

@@ -29,6 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
+from tests.cases import scheduled, user
 from tests.oracle.models import Block
 from tests.oracle.own_optimizers import Own
 from tests.oracle.play import UNUSED, Player, case, widen
@@ -39,66 +40,55 @@ HAS_PSUTIL = find_spec("psutil") is not None
 # -- torch.compile ---------------------------------------------------------------------------------
 
 
-class Silent(Noted):
-    """Logs nothing: dynamo cannot read Lightning's `self.log`."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-
-def _blocks(module: Regression) -> Any:
+def submodules(module: Regression) -> Any:
     for index, block in enumerate(module.net.blocks):
         module.net.blocks[index] = torch.compile(block, backend="aot_eager")
     return module
 
 
-def _in_place(backend: str, module: Regression) -> Any:
+def in_place(module: Regression, backend: str = "aot_eager") -> Any:
     for block in module.net.blocks:
         block.compile(backend=backend)
     return module
 
 
-def _body(module: Regression) -> Any:
+def body(module: Regression) -> Any:
     module.net = torch.compile(module.net, backend="aot_eager")
     return module
 
 
 WAYS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
-    "submodules": (_blocks, (3,), {"data": lambda: (rows(), rows(8, seed=1))}),
-    "in_place": (partial(_in_place, "aot_eager"), (3,), {"accumulate_grad_batches": 2}),
-    "body": (_body, (1, 2), {"gradient_clip_val": 0.1}),
+    "submodules": (submodules, (3,), {"data": lambda: (rows(), rows(8, seed=1))}),
+    "in_place": (in_place, (3,), {"accumulate_grad_batches": 2}),
+    "body": (body, (1, 2), {"gradient_clip_val": 0.1}),
     "module": (partial(torch.compile, backend="eager"), (2,), {"accumulate_grad_batches": 2}),
-    "by_inductor": (partial(_in_place, "inductor"), (3,), {}),
+    "by_inductor": (partial(in_place, backend="inductor"), (3,), {}),
 }
 """How it is compiled, at which stages, and options of the Trainer."""
 
 
-def compiled(way: str) -> Any:
+def compiled(way: str, play: Player) -> Trace:
     """The same numbers from the same graphs: no break and no recompilation is our hooks'.
 
     At stage 3 the weights of a unit come and go between two graphs, so one that is compiled with
     the code around it has graphs of its own.
     """
-
-    def loop(play: Player) -> Trace:
-        torch._dynamo.reset()
-        counters = torch._dynamo.utils.counters
-        counters.clear()
-        module = Silent()
-        compiles, _, options = WAYS[way]
-        trace = play.fit(compiles(module), max_epochs=2, **options)
-        assert counters["frames"]["ok"] >= 1, "something was compiled"
-        assert not counters["graph_break"]
-        counted = [dict(counters["frames"]), dict(counters["stats"])]
-        own = play.way.strategy == 3 and way in ("body", "module")
-        params = {n.replace("_orig_mod.", ""): p for n, p in Trace.of(module).params.items()}
-        return Trace(params, losses=trace.losses, notes=None if own else counted)
-
-    return loop
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    # It logs nothing: dynamo cannot read Lightning's `self.log`.
+    module = user(training_step=lambda m, batch, batch_idx: m.loss(batch))()
+    trace = play.fit(WAYS[way][0](module), max_epochs=2, **WAYS[way][2])
+    assert counters["frames"]["ok"] >= 1, "something was compiled"
+    assert not counters["graph_break"]
+    own = play.way.strategy == 3 and way in ("body", "module")
+    counted = None if own else [dict(counters["frames"]), dict(counters["stats"])]
+    params = {n.replace("_orig_mod.", ""): p for n, p in Trace.of(module).params.items()}
+    return Trace(params, losses=trace.losses, notes=counted)
 
 
 for way in WAYS if shutil.which("g++") else [*WAYS][:-1]:
-    case("compile", name=f"compile_{way}", loop=compiled(way), stages=WAYS[way][1], ulps=64,
+    case("compile", name=f"compile_{way}", loop=partial(compiled, way), stages=WAYS[way][1], ulps=64,
          is_slow=way == "by_inductor")  # fmt: skip
 
 
@@ -137,26 +127,18 @@ class Drifting(WithBuffers):
         if batch_idx in (1, 2):
             with torch.no_grad():
                 self(batch[0])
-
-
-class Manual(Drifting):
-    """Sends gradients or not, within a step and behind it."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        with optimizer.toggle_model(sync_grad=batch_idx != 0):
-            self.manual_backward(self.loss(batch))
-        if batch_idx:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        if batch_idx == 2:
+        if batch_idx == 2 and not self.automatic_optimization:
             self.manual_backward(self.loss(batch))
             self.zero_grad()
+
+
+def send_or_not(m: Any, batch: Any, batch_idx: int) -> None:
+    optimizer = m.optimizers()
+    with optimizer.toggle_model(sync_grad=batch_idx != 0):
+        m.manual_backward(m.loss(batch))
+    if batch_idx:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 BATCHES: dict[str, Any] = {
@@ -166,8 +148,9 @@ BATCHES: dict[str, Any] = {
 }
 case("buffers", WithBuffers, **BATCHES, stages=(1, 2, 3))
 case("buffers", WithBuffers, "buffers_accumulating", **BATCHES, accumulate_grad_batches=2)
-for module in (Drifting, Manual):
-    case("buffers", module, f"buffers_{module.__name__}", **BATCHES, val_check_interval=2, stages=(1, 2, 3))  # fmt: skip
+DRIFTING = {"drifting": Drifting, "by_hand": user(Drifting, training_step=send_or_not, automatic_optimization=False)}  # fmt: skip
+for name, module in DRIFTING.items():
+    case("buffers", module, f"buffers_{name}", **BATCHES, val_check_interval=2, stages=(1, 2, 3))  # fmt: skip
 
 
 @case("buffers", ulps=256)
@@ -180,27 +163,18 @@ def buffers_of_each_rank(play: Player) -> Trace:
         return play.fit(WithBuffers(), *BATCHES["data"](), strategy=strategy, max_epochs=2)
 
 
-class Spare(Regression):
-    """Has a batch norm that is not called: torch synchronizes none on CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.BatchNorm1d(WIDTH)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.notes.append(type(self.spare).__name__)
-
-
 @case("buffers", stages=(1, 2, 3))
 def batch_norms_are_converted_and_back(play: Player) -> Trace:
     """Torch's own refuses to run on CPU, also under DDP, so that it is not called."""
     if not play.is_ddp:
-        module = Spare()
-        weight = module.spare.weight
+        module = user(
+            Regression, on_train_batch_start=lambda m, *_: m.notes.append(type(m.spare).__name__)
+        )()
+        module.spare = spare = nn.BatchNorm1d(WIDTH)
         trace = play.fit(module, sync_batchnorm=True)
         assert set(trace.notes) == {"SyncBatchNorm"}
         assert type(module.spare).__name__ == "_BatchNormXd"  # Lightning's own way back
-        assert module.spare.weight is weight
+        assert module.spare.weight is spare.weight
     return Trace({})
 
 
@@ -245,14 +219,13 @@ AGAIN: list[Any] = [
 case("recompute", Lending, settings=AGAIN, ulps=16)
 
 
-class Noisy(Regression):
-    """Draws random numbers, which a second forward must draw again."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(super().forward(F.dropout(x, 0.2)), 0.5)
+def drop_out(m: Any, x: Tensor) -> Tensor:
+    """Draw random numbers, which a second forward must draw again."""
+    return F.dropout(Regression.forward(m, F.dropout(x, 0.2)), 0.5)
 
 
-case("recompute", Noisy, settings=({"activation_checkpointing": True}, {"activation_checkpointing": {Block}}))  # fmt: skip
+case("recompute", user(Regression, forward=drop_out), "Noisy",
+     settings=({"activation_checkpointing": True}, {"activation_checkpointing": {Block}}))  # fmt: skip
 
 
 # -- complex parameters ----------------------------------------------------------------------------
@@ -287,27 +260,23 @@ class Spectral(Regression):
         return super().forward(x + (x * self.tone).abs().float() + self.frozen.real.sum())
 
 
-class Conjugating(Spectral):
+def conjugate(m: Any, x: Tensor) -> Tensor:
     """Gradients come as conjugated views, with which torch's Adam ends in an error under DDP."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * (self.tone.conj() * self.net.blocks[3].turn.mH).abs().mean())
+    return Spectral.forward(m, x * (m.tone.conj() * m.net.blocks[3].turn.mH).abs().mean())
 
 
-class Looking(Spectral):
-    """Reads, measures and changes weights and gradients where users do."""
+def change_gradients(m: Any, optimizer: Any) -> Any:
+    turn = m.net.blocks[3].turn
+    norms = turn.grad.abs().sum(), turn.grad.norm(), nn.utils.get_total_norm([p.grad for p in m.parameters() if p.requires_grad])  # fmt: skip
+    notes = [float(norm) for norm in norms]
+    turn.grad.mul_(1j)
+    return notes
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        turn = self.net.blocks[3].turn
-        self.losses += [float(turn.grad.abs().sum()), float(turn.grad.norm())]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.requires_grad])
-        self.losses.append(float(norm))
-        turn.grad.mul_(1j)
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        with torch.no_grad():
-            self.net.blocks[4].phase.mul_(0.5 + 0.5j)
-            self.losses.append(float(self.net.blocks[3].turn.imag.sum()))
+@torch.no_grad()
+def change_weights(m: Any, *_: Any) -> Any:
+    m.net.blocks[4].phase.mul_(0.5 + 0.5j)
+    return float(m.net.blocks[3].turn.imag.sum())
 
 
 class ByParameter(Own):
@@ -324,15 +293,16 @@ COMPLEX: dict[str, Any] = {"ulps": 16, "dtype": torch.float32, "ddp": UNUSED}
 SAVED: dict[str, Any] = {"max_epochs": 2, "save_at": 1}
 HOMES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
 SPECTRAL: dict[str, tuple[Any, dict[str, Any]]] = {
-    "momentum": (lambda: Spectral(optimizer=partial(torch.optim.SGD, **MOMENTUM)), {}),
-    "by_parameter": (lambda: Spectral(optimizer=ByParameter), {}),
-    "looked_at": (Looking, {"stages": (1, 2, 3), "gradient_clip_val": 0.1}),
-    "conjugated": (lambda: Conjugating(optimizer=Own), {}),
-    "lbfgs": (lambda: Spectral(optimizer=lambda p, lr: torch.optim.LBFGS(p, lr, max_iter=4)), {"max_steps": 2}),
+    "momentum": (partial(Spectral, optimizer=partial(torch.optim.SGD, **MOMENTUM)), {}),
+    "in_files": (Spectral, {"worlds": (1,), "stages": (3,), "settings": (HOMES,)}),
+    "by_parameter": (partial(Spectral, optimizer=ByParameter), {}),
+    "looked_at": (Spectral, {"stages": (1, 2, 3), "gradient_clip_val": 0.1,
+                       "moments": {"on_before_optimizer_step": change_gradients, "on_train_batch_end": change_weights}}),
+    "conjugated": (partial(user(Spectral, forward=conjugate), optimizer=Own), {}),
+    "lbfgs": (partial(Spectral, optimizer=partial(torch.optim.LBFGS, max_iter=4)), {"max_steps": 2}),
     "saved": (Spectral, {**SAVED, "readers": ("ddp", 2)}),
     "directory": (Spectral, {**SAVED, "stages": (3,), "readers": (2,), "settings": ({"checkpoint": "dcp"},)}),
     "in_copies": (Spectral, {"worlds": (4,), "stages": (3,), "settings": ({"shard": 2},)}),
-    "in_files": (Spectral, {"worlds": (1,), "stages": (3,), "settings": (HOMES,)}),
 }  # fmt: skip
 for name, (module, how) in SPECTRAL.items():
     case("complex", module, f"complex_{name}", **COMPLEX, **how)
@@ -341,15 +311,11 @@ for name, (module, how) in SPECTRAL.items():
 # -- Lightning's callbacks -------------------------------------------------------------------------
 
 
-class Scheduled(Noted):
-    """SGD with a schedule, so that rounding stays small and the rate changes."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.8)]
+# SGD with a schedule, so that rounding stays small and the rate changes.
+Scheduled = user(configure_optimizers=lambda m: scheduled(Noted.configure_optimizers(m), 0.8, "epoch"))  # fmt: skip
 
 
-class WithBackbone(Scheduled):
+class WithBackbone(Noted):
     """Trains its head; the callback unfreezes the backbone later."""
 
     def __init__(self) -> None:
@@ -358,8 +324,7 @@ class WithBackbone(Scheduled):
 
     def configure_optimizers(self) -> Any:
         trainable = [p for p in self.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trainable, lr=0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+        return scheduled(torch.optim.SGD(trainable, lr=0.1, momentum=0.9), 0.7, "epoch")
 
     def on_train_epoch_end(self) -> None:
         (optimizer,) = self.trainer.optimizers
@@ -389,13 +354,7 @@ def callbacks_that_watch(play: Player) -> Trace:
     how: dict[str, Any] = {"logger": logger, "enable_checkpointing": True, "max_epochs": 5}
     trace = play.fit(module, *LONG["data"](), callbacks=callbacks, **how)
     names = [Path(name).name for name in sorted(best.best_k_models)]
-    trace.notes = [
-        module.notes,
-        module.current_epoch,
-        names,
-        float(best.best_model_score),
-        rates.lrs,
-    ]
+    trace.notes = [module.notes, module.current_epoch, names, float(best.best_model_score), rates.lrs]  # fmt: skip
     assert module.current_epoch == 2
     assert timer.time_elapsed() > 0
     if play.rank == 0:
@@ -403,35 +362,38 @@ def callbacks_that_watch(play: Player) -> Trace:
     return trace
 
 
-@case("callbacks", ulps=64)
-def one_clock_ends_the_run_on_all_ranks(play: Player) -> Trace:
-    module = Scheduled()
+class FastClock(Timer):
+    """On rank 0 the hour is over after three steps."""
 
-    class FastClock(Timer):
-        """On rank 0 the hour is over after three steps."""
+    def on_train_batch_end(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.is_over = trainer.global_rank == 0 and trainer.global_step == 3
+        super().on_train_batch_end(trainer, *args, **kwargs)
 
-        def time_elapsed(self, *args: Any) -> float:
-            return 3600.0 if module.global_rank == 0 and len(module.losses) == 3 else 0.0
+    def time_elapsed(self, *args: Any) -> float:
+        return 3600.0 * getattr(self, "is_over", False)
 
-    trace = play.fit(module, callbacks=[FastClock(duration={"hours": 1})], max_epochs=3)
-    assert len(trace.losses) == 3
-    return trace
+
+def has_stopped(m: Any) -> None:
+    assert m.global_step == 3
+
+
+case("callbacks", Scheduled, "one_clock_ends_the_run_on_all_ranks", ulps=64, max_epochs=3, callbacks=lambda: [FastClock(duration={"hours": 1})],
+     moments={"on_train_end": has_stopped})  # fmt: skip
 
 
 class Looks(ModelSummary):
+    """Notes a summary of a module of which a part is frozen."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.head.requires_grad_(False)
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         summary = self._summary(trainer, pl_module)
         counts = [summary.total_parameters, summary.trainable_parameters, summary.model_size]
         pl_module.notes += [*counts, str(summary)]
 
 
-class Frozen(Scheduled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.requires_grad_(False)
-
-
-case("callbacks", Frozen, "a_summary", stages=(1, 2, 3), enable_progress_bar=True, enable_model_summary=True,
+case("callbacks", Scheduled, "a_summary", stages=(1, 2, 3), enable_progress_bar=True, enable_model_summary=True,
      callbacks=lambda: [Looks(max_depth=3), RichProgressBar()])  # fmt: skip
 
 
@@ -440,9 +402,9 @@ def learning_rate_finder(play: Player) -> Trace:
     module, tuned = Scheduled(), Scheduled()
     finder = LearningRateFinder(num_training_steps=10, early_stop_threshold=None)
     trace = play.fit(module, callbacks=[finder], max_epochs=2)
-    found = Tuner(play.trainer(max_epochs=2)).lr_find(
-        tuned, rows(), num_training=10, early_stop_threshold=None
-    )
+    tuner = Tuner(play.trainer(max_epochs=2))
+    how: dict[str, Any] = {"num_training": 10, "early_stop_threshold": None}
+    found = tuner.lr_find(tuned, rows(), **how)
     assert finder.optimal_lr is not None
     assert found is not None
     trace.notes = [finder.optimal_lr.results, module.lr, found.results, tuned.lr]

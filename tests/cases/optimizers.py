@@ -1,7 +1,8 @@
-"""Optimizers: methods that users replace, states that they ask for, what holds what no copy can.
+"""Optimizers: methods that users replace, states that they ask for, what mixes elements or cannot be copied.
 
 Where a row says nothing else, its optimizer is Adam: with gradients that are not cleared, or
-cleared in part, its steps differ from the usual ones.
+cleared in part, its steps differ from the usual ones. Of the optimizers in the packages,
+`test_the_page_of_optimizers_is_true` steps many more.
 """
 
 from __future__ import annotations
@@ -9,47 +10,49 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import prodigyopt
 import pytest
+import pytorch_optimizer
 import schedulefree
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, Optimizer
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR
+from torch.optim.lr_scheduler import LambdaLR, LinearLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tests.cases import scheduled, user
 from tests.oracle.messages import messages
 from tests.oracle.own_optimizers import ByNumber, Nested, Own
-from tests.oracle.play import Player, case, widen
+from tests.oracle.play import WIDE, Player, case, widen
 from tests.oracle.projects import ByHand, Noted, Regression, Trace, rows
 
 FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
 
 
-class Made(Noted):
-    """Has the optimizer that a function makes of it."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.make = make
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self)
+def of(kind: Callable[..., Any], lr: float = 0.05, **options: Any) -> Callable[[Any], Any]:
+    """Return how an optimizer is made of a module."""
+    return lambda m: kind(m.parameters(), lr=lr, **options)
 
 
-def adam(m: Any) -> Any:
-    return Adam(m.parameters(), 0.05)
+def made(make: Callable[[Any], Any], base: Any = Noted, **members: Any) -> Any:
+    """Return a class of module with the optimizer that a function makes of it."""
+    return user(base, configure_optimizers=lambda m: make(m), **members)
+
+
+def own(m: Any) -> Any:
+    return m.trainer.optimizers[0]
 
 
 # -- steps within steps ----------------------------------------------------------------------------
@@ -61,10 +64,9 @@ class Around(SGD):
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         members = [p for group in self.param_groups for p in group["params"]]
-        if closure is None:
-            for member in members:
-                if member.grad is not None:
-                    member.grad.mul_(0.5)
+        for member in members:
+            if closure is None and member.grad is not None:
+                member.grad.mul_(0.5)
         loss = super().step(closure)
         for member in members:
             member.mul_(0.99)
@@ -91,34 +93,38 @@ class Handing(SGD):
 
 for kind in (Around, Normalized, Handing):
     for module in (Regression, ByHand):
-        case("optimizers", lambda o=kind, m=module: m(0.1, lambda p, lr: o(p, lr, momentum=0.9)),
-             f"step_in_step_{kind.__name__}_{module.__name__}", ulps=8, max_epochs=2)  # fmt: skip
+        case("optimizers", made(of(kind, 0.1, momentum=0.9), module), f"step_in_step_{kind.__name__}_{module.__name__}", ulps=8,
+             max_epochs=2)  # fmt: skip
 widen("step_in_step_Around_Regression")
 
 
 # -- methods that are replaced, or called through what `self.optimizers()` returns -----------------
 
-
-def noted(m: Any, method: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-    """Return a function that calls ``method`` and notes the call."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        m.notes.append(name or method.__name__)
-        return method(*args, **kwargs)
-
-    return call
+adam = of(Adam)
 
 
 def clear_every_second_time(m: Any) -> None:
-    (optimizer,) = m.trainer.optimizers
-    clear = optimizer.zero_grad
+    clear = own(m).zero_grad
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         m.notes.append("sometimes")
         if len(m.notes) % 2:
             clear(*args, **kwargs)
 
+    own(m).zero_grad = zero_grad
+
+
+def with_noted_calls(make: Callable[[Any], Any], m: Any) -> Any:
+    """Make an optimizer whose `zero_grad` is replaced by a function that notes its calls."""
+    optimizer = make(m)
+    clear = optimizer.zero_grad
+
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        m.notes.append("zero_grad")
+        clear(*args, **kwargs)
+
     optimizer.zero_grad = zero_grad
+    return optimizer
 
 
 class Halving(SGD):
@@ -129,17 +135,6 @@ class Halving(SGD):
             for p in group["params"]:
                 if p.grad is not None:
                     p.grad.mul_(0.5)
-
-
-class PatchedClass(Made):
-    """The class is patched in the run."""
-
-    def on_train_start(self) -> None:
-        self.patching = pytest.MonkeyPatch()
-        self.patching.setattr(Adam, "zero_grad", lambda *_, **__: self.notes.append("patched"))
-
-    def on_train_end(self) -> None:
-        self.patching.undo()
 
 
 class Dropping(SGD):
@@ -159,18 +154,6 @@ class Sign(Own):
 
     def finish(self) -> None:
         self.zero_grad()
-
-
-class Undropped(Made):
-    """Leaves it to the step to drop gradients."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        optimizer.zero_grad = noted(self, optimizer.zero_grad)
-        return optimizer
-
-    def optimizer_zero_grad(self, *args: Any) -> None:
-        pass
 
 
 class Twice(Adam):
@@ -195,32 +178,24 @@ def by_own_rule(m: Any) -> Any:
     return optimizer
 
 
-class HooksOfAll(Made):
-    """Hooks on the steps of all optimizers are called for the user's own ones only."""
+class Patched(Noted):
+    """The class is patched in the run; hooks on all steps are called for the user's own ones only."""
 
     def configure_optimizers(self) -> Any:
+        self.undo = pytest.MonkeyPatch()
         self.handles = [
             register_optimizer_step_pre_hook(lambda *_: self.notes.append("pre")),
             register_optimizer_step_post_hook(lambda *_: self.notes.append("post")),
         ]
         return type("New", (Adam,), {})(self.parameters(), 0.05)  # of which no rank knows yet
 
+    def on_train_start(self) -> None:
+        self.undo.setattr(Adam, "zero_grad", lambda *_, **__: self.notes.append("patched"))
+
     def on_train_end(self) -> None:
+        self.undo.undo()
         for handle in self.handles:
             handle.remove()
-
-
-class Bare(Optimizer):
-    """Wraps an optimizer without the constructor of its base, as some do."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.defaults = optimizer, optimizer.defaults
-        self.param_groups, self.state = optimizer.param_groups, optimizer.state
-        self._optimizer_step_pre_hooks: Any = {}
-        self._optimizer_step_post_hooks: Any = {}
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step(closure)
 
 
 class Counted(Adam):
@@ -242,72 +217,56 @@ class Counted(Adam):
         super().zero_grad(set_to_none)
 
 
-case("optimizers", lambda: Noted(0.05, Counted), "counted_calls", max_epochs=2, accumulate_grad_batches=2, save_at=1, ulps=16,
-     worlds=(1, 2), stages=(3,), moments={"on_fit_end": lambda m: sorted(own(m).calls.items())})  # fmt: skip
+case("optimizers", made(of(Counted)), "counted_calls", max_epochs=2, accumulate_grad_batches=2, save_at=1, ulps=16, worlds=(1, 2),
+     stages=(3,), moments={"on_fit_end": lambda m: sorted(own(m).calls.items())})  # fmt: skip
 
 
-class ClearsByHand(Made):
-    """The optimizer's own ``zero_grad`` is never called so under DDP."""
-
-    automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        optimizer.zero_grad = noted(self, optimizer.zero_grad)
-        return optimizer
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-        if batch_idx % 2:
-            optimizer.zero_grad()
-        self.notes.append([p.grad is None for p in self.parameters()])
+def clear_by_hand(m: Any, batch: Any, batch_idx: int) -> None:
+    """Under DDP the optimizer's own ``zero_grad`` is never called by this."""
+    optimizer: Any = m.optimizers()
+    m.manual_backward(m.loss(batch))
+    optimizer.step()
+    if batch_idx % 2:
+        optimizer.zero_grad()
+    m.notes.append([p.grad is None for p in m.parameters()])
 
 
 class CountingModes(schedulefree.AdamWScheduleFree):  # type: ignore[name-defined, misc]
-    """Counts the calls of methods that it overrides."""
+    """Notes the calls of methods that it overrides."""
 
     def eval(self) -> None:
-        self.module.notes.append("eval")
+        self.calls.append("eval")
         super().eval()
 
     def train(self) -> None:
-        self.module.notes.append("train")
+        self.calls.append("train")
         super().train()
 
 
 def counting_modes(m: Any) -> Any:
     optimizer = CountingModes(m.parameters(), 0.05)
-    optimizer.__dict__["module"] = m
+    optimizer.__dict__["calls"] = m.notes
     return optimizer
-
-
-def schedule_free(m: Any) -> Any:
-    return schedulefree.AdamWScheduleFree(m.parameters(), 0.05)  # type: ignore[attr-defined]
 
 
 TRAINS, EVALUATES = lambda m, *_: m.optimizers().train(), lambda m, *_: m.optimizers().eval()
 MODES = {"on_train_start": TRAINS, "on_validation_start": EVALUATES, "on_validation_end": TRAINS}
-FOUR: dict[str, Any] = {"val_check_interval": 2, "limit_val_batches": 1, "ulps": 16,
-                        "data": lambda: (rows(), rows(4, seed=1))}  # fmt: skip
-REPLACED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "clears_every_second_time": (Made, adam, {"on_train_start": clear_every_second_time}),
-    "keeps_half": (Made, lambda m: Halving(m.parameters(), 0.05, momentum=0.5), {}),
-    "patched_class": (PatchedClass, adam, {}),
-    "drops_in_steps": (Undropped, lambda m: Dropping(m.parameters(), 0.05, momentum=0.5, weight_decay=0.1), {}),
-    "drops_in_whole_steps": (Undropped, lambda m: Sign(m.parameters()), {}),
-    "stepped_twice": (Made, lambda m: Twice(m.parameters(), 0.05), {}),
-    "stepped_by_own_rule": (Made, by_own_rule, {}),
-    "hooks_of_all": (HooksOfAll, adam, {}),
-    "without_a_constructor": (Made, lambda m: Bare(adam(m)), {}),
-    "clears_by_hand": (ClearsByHand, adam, {}),
-    "schedule_free": (Made, schedule_free, MODES),
-    "schedule_free_subclass": (Made, counting_modes, MODES),
+KEPT = {"optimizer_zero_grad": lambda *_: None}  # the step itself drops gradients
+REPLACED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "clears_every_second_time": (made(adam), {"on_train_start": clear_every_second_time}),
+    "keeps_half": (made(of(Halving, momentum=0.5)), {}),
+    "drops_in_steps": (made(partial(with_noted_calls, of(Dropping, momentum=0.5, weight_decay=0.1)), **KEPT), {}),
+    "drops_in_whole_steps": (made(partial(with_noted_calls, of(Sign)), **KEPT), {}),
+    "stepped_twice": (made(of(Twice)), {}),
+    "stepped_by_own_rule": (made(by_own_rule), {}),
+    "patched_class": (Patched, {}),
+    "clears_by_hand": (made(partial(with_noted_calls, adam), training_step=clear_by_hand, automatic_optimization=False), {}),
+    "schedule_free_subclass": (made(counting_modes), MODES),
 }  # fmt: skip
 # Optimizers, their states and checkpoints are sharded alike at every stage: stages take turns.
-for number, (name, (module, make, moments)) in enumerate(REPLACED.items()):
-    case("optimizers", lambda c=module, m=make: c(m), name, moments=moments, stages=(3 - number % 3,), **FOUR)  # fmt: skip
+for number, (name, (module, moments)) in enumerate(REPLACED.items()):
+    case("optimizers", module, name, moments=moments, stages=(3 - number % 3,), val_check_interval=2, limit_val_batches=1, ulps=16,
+         data=lambda: (rows(), rows(4, seed=1)))  # fmt: skip
 
 
 # -- states that users ask for, and copies of optimizers -------------------------------------------
@@ -322,11 +281,13 @@ class OwnDict(Adam):
 
 
 class Wrapper(Optimizer):
-    """Wraps an optimizer, which has the states, and returns them in a form of its own."""
+    """Wraps an optimizer without the constructor of its base, as some do, with states in a form of its own."""
 
-    def __init__(self, params: Any) -> None:
-        self.inner = Adam(params, 0.05)
-        super().__init__(self.inner.param_groups, {})
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        self.inner = Adam(params, lr)
+        self.defaults = self.inner.defaults
+        self._optimizer_step_pre_hooks: Any = {}
+        self._optimizer_step_post_hooks: Any = {}
         self.state, self.param_groups = self.inner.state, self.inner.param_groups
 
     def step(self, closure: Any = None) -> Any:
@@ -340,21 +301,8 @@ class Wrapper(Optimizer):
         self.state, self.param_groups = self.inner.state, self.inner.param_groups
 
 
-class InLists(Own):
-    """Keeps lists of tensors, and entries that belong to no parameter."""
-
-    def finish(self) -> None:
-        self.state["of all"] = {"steps": 1}  # type: ignore[index]
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        means = self.state[p].setdefault("means", [torch.zeros_like(p), torch.zeros_like(p)])
-        for mean, decay in zip(means, (0.5, 0.1), strict=True):
-            mean.lerp_(grad, decay)
-        p.sub_(means[0] + means[1], alpha=group["lr"])
-
-
 class InNewDtypes(Own):
-    """Keeps its states in dtypes that torch's pickles do not read back."""
+    """Keeps states in dtypes that torch's pickles do not read back."""
 
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
@@ -365,30 +313,35 @@ class InNewDtypes(Own):
         p.sub_(grad * rate.float(), alpha=group["lr"])
 
 
-def _in_training(optimizer: Any) -> Any:
+class OfAll(Nested):
+    """Keeps lists of tensors, and entries that belong to no parameter."""
+
+    def finish(self) -> None:
+        self.state["of all"] = {"steps": 1}  # type: ignore[index]
+
+
+def schedule_free(params: Any, lr: float = 0.05) -> Any:
+    optimizer = schedulefree.AdamWScheduleFree(params, lr)  # type: ignore[attr-defined]
     optimizer.train()
     return optimizer
 
 
-STATEFUL: dict[str, Callable[[Any], Any]] = {
-    "adam": lambda params: Adam(params, 0.05, amsgrad=True),
-    "momentum": lambda params: SGD(params, 0.05, momentum=0.9),
-    "without_states": lambda params: SGD(params, 0.05),
-    "schedule_free": lambda params: _in_training(schedulefree.AdamWScheduleFree(params, 0.05)),  # type: ignore[attr-defined]
-    "by_parameter": lambda params: Adafactor(params, 0.05),
-    "own_state_dict": lambda params: OwnDict(params, 0.05),
-    "wrapper": Wrapper,
-    "in_lists": InLists,
-    "in_new_dtypes": InNewDtypes,
-}
-
-
-def own(m: Any) -> Any:
-    return m.trainer.optimizers[0]
-
-
 def asked(m: Any) -> Any:
-    return own(m).state_dict(), m.optimizers().state_dict(), [m.lr_schedulers().state_dict()]
+    """Ask for everything that returns states."""
+    states, parameters, none = own(m).state, [*m.parameters()], nn.Parameter(torch.ones(1))
+    held = [p for group in own(m).param_groups for p in group["params"]]
+    assert all(any(p is q for q in held) for p in parameters)
+    dicts = own(m).state_dict(), m.optimizers().state_dict(), [m.lr_schedulers().state_dict()]
+    return (
+        dicts,
+        [states[p] for p in parameters if p in states],
+        [*states.values()],
+        [[p is key for key in states] for p in held],
+        [len(states), bool(states), states.get(none), none in states],
+        [state for key, state in states.items() if not isinstance(key, Tensor)],
+        copy.deepcopy(states[parameters[0]]),
+        [*pickle.loads(pickle.dumps(states)).values()],
+    )
 
 
 def loaded(m: Any) -> Any:
@@ -418,40 +371,17 @@ def _stepped(optimizer: Any) -> Any:
     return [p.detach().clone() for p in members], optimizer.state_dict()
 
 
-def copied_with_its_module(m: Any) -> Any:
+def copied(m: Any) -> Any:
+    """Copy the optimizer alone, with its module, and with its scheduler."""
     net, head, optimizer = copy.deepcopy((m.net, m.head, own(m)))
-    return _stepped(optimizer), [
-        p.detach().clone() for p in (*net.parameters(), *head.parameters())
-    ]
-
-
-def pickled(m: Any) -> Any:
-    return _stepped(pickle.loads(pickle.dumps(own(m))))
-
-
-def copied_schedulers(m: Any) -> Any:
-    twin: Any = copy.deepcopy(m.lr_schedulers())
-    other: Any = pickle.loads(pickle.dumps(m.lr_schedulers()))
-    return _stepped(twin.optimizer), twin.state_dict(), _stepped(other.optimizer)
-
-
-def looked_up(m: Any) -> Any:
-    states, parameters, none = own(m).state, [*m.parameters()], nn.Parameter(torch.ones(1))
-    held = [p for group in own(m).param_groups for p in group["params"]]
-    assert all(any(p is q for q in held) for p in parameters)
-    return (
-        [states[p] for p in parameters if p in states],
-        [*states.values()],
-        [[p is key for key in states] for p in held],
-        [len(states), bool(states), states.get(none), none in states],
-        [state for key, state in states.items() if not isinstance(key, Tensor)],
-        copy.deepcopy(states[parameters[0]]),
-        [*pickle.loads(pickle.dumps(states)).values()],
-    )
+    twin, other = copy.deepcopy(m.lr_schedulers()), pickle.loads(pickle.dumps(m.lr_schedulers()))
+    copies = optimizer, twin.optimizer, other.optimizer, pickle.loads(pickle.dumps(own(m)))
+    stepped = [_stepped(each) for each in copies]
+    return stepped, twin.state_dict(), [p.detach().clone() for p in (*net.parameters(), *head.parameters())]  # fmt: skip
 
 
 def edited(m: Any) -> Any:
-    """Changes to what a lookup returns act on the next steps."""
+    """Change what a lookup returns, which acts on the next steps, and add what is kept, as SAM does."""
     states, (first, second, third, *_) = own(m).state, m.parameters()
     for value in states[first].values():
         if isinstance(value, Tensor) and value.dim():
@@ -459,19 +389,19 @@ def edited(m: Any) -> Any:
     for key, value in states[second].items():
         states[second][key] = value * 0.25 if torch.is_tensor(value) and value.dim() else value
     states.pop(third)
-    return own(m).state_dict()["state"], len(states)
-
-
-def with_own_entries(m: Any) -> Any:
-    """As sharpness-aware optimizers keep weights between two passes."""
-    for p in m.parameters():
-        own(m).state[p]["old"] = p.detach().clone()
-    return own(m).state_dict()["state"]
+    notes = copy.deepcopy(own(m).state_dict()["state"]), len(states)
+    for p in (p for p in m.parameters() if p in states):
+        states[p]["old"] = p.detach().clone()
+    return notes, own(m).state_dict()["state"]
 
 
 def emptied(m: Any) -> Any:
+    """Empty the states, of which those of one parameter are loaded again."""
+    state = copy.deepcopy(own(m).state_dict())
     own(m).state.clear()
-    return own(m).state_dict()
+    empty = own(m).state_dict()
+    own(m).load_state_dict({**state, "state": {0: state["state"][0]}})
+    return empty, own(m).state_dict()
 
 
 def assigned(m: Any) -> Any:
@@ -480,57 +410,31 @@ def assigned(m: Any) -> Any:
     own(m).state = collections.defaultdict(dict, states)
 
 
-class Grouped(Noted):
-    """Two groups and a schedule."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.make = STATEFUL[name]
-
-    def configure_optimizers(self) -> Any:
-        weights = [p for p in self.parameters() if p.dim() > 1]
-        biases = [p for p in self.parameters() if p.dim() == 1]
-        optimizer = self.make([{"params": weights}, {"params": biases, "lr": 0.1}])
-        return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.9), "interval": "step"}]
-
-
-ASKING = {
-    "adam": (looked_up, edited, with_own_entries, emptied, assigned, asked, loaded, loaded_to_the_wrapper,
-             copied_with_its_module, pickled, copied_schedulers),
-    "by_parameter": (loaded, looked_up, edited, assigned, pickled, copied_with_its_module),
-    "in_new_dtypes": (loaded,),  # which cannot be pickled
-    **dict.fromkeys([*STATEFUL][1:4] + [*STATEFUL][5:8], (loaded, looked_up)),
+STATEFUL: dict[str, tuple[Callable[[Any], Any], tuple[Callable[[Any], Any], ...]]] = {
+    "adam": (partial(Adam, lr=0.05, amsgrad=True), (asked, edited, emptied, assigned, loaded, loaded_to_the_wrapper, copied)),
+    "by_parameter": (partial(Adafactor, lr=0.05), (asked, edited, assigned, loaded, copied)),
+    "without_states": (partial(SGD, lr=0.05), (asked, loaded)),
+    "schedule_free": (schedule_free, (asked, loaded)),
+    "own_state_dict": (partial(OwnDict, lr=0.05), (asked, loaded)),
+    "wrapper": (Wrapper, (asked, loaded)),
+    "in_lists": (OfAll, (asked, loaded)),
+    "in_new_dtypes": (InNewDtypes, (loaded,)),  # which cannot be pickled
 }  # fmt: skip
-ASKED = [(name, ask) for name, asks in ASKING.items() for ask in asks]
-for number, (name, ask) in enumerate(ASKED):
+
+
+def grouped(make: Callable[[Any], Any], m: Any) -> Any:
+    """Make two groups and a schedule."""
+    weights, biases = ([p for p in m.parameters() if p.dim() == dim] for dim in (2, 1))
+    return scheduled(make([{"params": weights}, {"params": biases, "lr": 0.1}]))
+
+
+ASKED = [(name, make, ask) for name, (make, asks) in STATEFUL.items() for ask in asks]
+for number, (name, make, ask) in enumerate(ASKED):
     in_files = name == "adam" and ask in (loaded, edited)
     # DDP's later steps change its states.
     after_two = {"on_train_batch_end": lambda m, out, batch, i, a=ask: copy.deepcopy(a(m)) if i == 1 else None}  # fmt: skip
-    case("optimizers", lambda n=name: Grouped(n), f"{name}_{ask.__name__}", moments=after_two, max_steps=3, ulps=16,
+    case("optimizers", made(partial(grouped, make)), f"{name}_{ask.__name__}", moments=after_two, max_steps=3, ulps=16,
          stages=(2, 3) if in_files else (3 - number % 3,), settings=({}, FILES) if in_files else ({},))  # fmt: skip
-
-
-class BeginsWithStates(Made):
-    """Starts with an optimizer's states that some run has left."""
-
-    def on_train_start(self) -> None:
-        if hasattr(self, "states"):
-            own(self).load_state_dict(self.states)
-
-
-def begins_with_states(make: Any, play: Player) -> Trace:
-    """Leave states in a file, and begin with them."""
-    path, module = str(play.folder / "saved.ckpt"), BeginsWithStates(make)
-    trainer = play.trainer(max_steps=2)
-    trainer.fit(BeginsWithStates(make), rows())
-    trainer.save_checkpoint(path)
-    module.states = torch.load(path)["optimizer_states"][0]
-    return play.fit(module, max_steps=2)
-
-
-for make in (adam, lambda m: Adafactor(m.parameters(), 0.05)):  # by element, and by owner
-    case("optimizers", name=f"begins_with_states_{make is adam}", loop=functools.partial(begins_with_states, make), stages=(3,),
-         ulps=16)  # fmt: skip
 
 
 # -- optimizers that hold what no copy can: they step the module's own parameters, all at once ------
@@ -571,19 +475,17 @@ def after_a_step(m: Any, *_: Any) -> Any:
 
 RESUMED: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 2, "save_at": 1}
 for kind in HELD:
-    case("optimizers", lambda k=kind: Made(lambda m: Holding(m, k)), f"holds_{kind}", **RESUMED, ulps=16,
-         readers=("own", "ddp"), moments={"on_train_batch_end": after_a_step})  # fmt: skip
+    case("optimizers", made(lambda m, k=kind: Holding(m, k)), f"holds_{kind}", **RESUMED, ulps=16, readers=("own", "ddp"),
+         moments={"on_train_batch_end": after_a_step})  # fmt: skip
 
 
 # -- in files --------------------------------------------------------------------------------------
 
 IN_FILES: dict[str, Any] = {"stages": (3,), "settings": (FILES,), **RESUMED}
-case("optimizers", lambda: Made(lambda m: Nested(m.parameters())), "own_in_files", **{**IN_FILES, "limit_train_batches": 4},
-     readers=("own", "of ddp", 3), accumulate_grad_batches=2, gradient_clip_val=0.5, ulps=16)  # fmt: skip
+case("optimizers", made(of(Nested)), "own_in_files", **{**IN_FILES, "limit_train_batches": 4}, readers=("own", "of ddp", 3),
+     accumulate_grad_batches=2, gradient_clip_val=0.5, ulps=16)  # fmt: skip
 # Steps of batches would give other numbers than a step of all.
-case(
-    "optimizers", lambda: Made(lambda m: ByNumber(m.parameters())), "by_number_in_files", **IN_FILES
-)
+case("optimizers", made(of(ByNumber)), "by_number_in_files", **IN_FILES)
 
 
 # -- optimizers that compile their step, or keep states in a tensor class of their own --------------
@@ -599,9 +501,8 @@ class InBytes(Tensor):
 
     @staticmethod
     def __new__(cls, codes: Tensor, scales: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, codes.shape, dtype=scales.dtype, device=codes.device
-        )
+        how = {"dtype": scales.dtype, "device": codes.device}
+        return Tensor._make_wrapper_subclass(cls, codes.shape, **how)  # type: ignore[attr-defined]
 
     def __init__(self, codes: Tensor, scales: Tensor) -> None:
         self.codes, self.scales = codes, scales
@@ -653,30 +554,22 @@ def momentum_step(p: Tensor, grad: Tensor, mean: Tensor, lr: float) -> None:
     p.sub_(lr * new)
 
 
-class Compiled(Own):
-    """Compiles its step as a whole."""
+class Wrapped(Own):
+    """Keeps large states in bytes, and may compile its step as a whole."""
+
+    least_numel, is_compiled = 0, False
 
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        step = torch.compile(momentum_step, fullgraph=True, dynamic=False, backend="eager")
-        mean = self.state[p].setdefault("mean", self.zeros(p))
-        step(p.detach(), grad, mean, group["lr"])
-
-    def zeros(self, p: Tensor) -> Tensor:
-        return torch.zeros_like(p)
-
-
-class Wrapped(Compiled):
-    """Keeps large states in bytes, and is not compiled."""
-
-    least_numel = 0
-
-    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        mean = self.state[p].setdefault("mean", self.zeros(p))
-        momentum_step(p, grad, mean, group["lr"])
-
-    def zeros(self, p: Tensor) -> Tensor:
         is_large = p.numel() >= self.least_numel and p.numel() % BLOCK == 0
-        return InBytes.zeros(p) if is_large else torch.zeros_like(p)
+        zeros = InBytes.zeros if is_large else torch.zeros_like
+        mean = self.state[p].setdefault("mean", zeros(p))
+        how: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": "eager"}
+        step = torch.compile(momentum_step, **how) if self.is_compiled else momentum_step
+        step(p.detach() if self.is_compiled else p, grad, mean, group["lr"])
+
+
+class Compiled(Wrapped):
+    least_numel, is_compiled = 1 << 30, True
 
 
 class LargeWrapped(Wrapped):
@@ -686,16 +579,14 @@ class LargeWrapped(Wrapped):
 
 
 class CompiledAndWrapped(Wrapped):
-    """Both."""
-
-    update = Compiled.update
+    is_compiled = True
 
 
-class Large(Made):
+class Large(Noted):
     """Has a weight of that size."""
 
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__(make)
+    def __init__(self) -> None:
+        super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.large = nn.Parameter(0.05 * torch.randn(128, 132, generator=generator))
 
@@ -708,10 +599,9 @@ def forget(m: Any) -> None:
 
 
 for kind in (Compiled, Wrapped, LargeWrapped, CompiledAndWrapped):
-    module = Large if kind is LargeWrapped else Made
-    case("optimizers", lambda k=kind, c=module: c(lambda m: k(m.parameters())), f"states_{kind.__name__}", **RESUMED,
-         settings=({}, {"optimizer_step": {kind.__name__: "parameter"}}), readers=("own",), ulps=16,
-         moments={"on_fit_start": forget, "on_train_batch_end": after_a_step})  # fmt: skip
+    module = made(of(kind), Large if kind is LargeWrapped else Noted)
+    case("optimizers", module, f"states_{kind.__name__}", **RESUMED, settings=({}, {"optimizer_step": {kind.__name__: "parameter"}}),
+         readers=("own",), ulps=16, moments={"on_fit_start": forget, "on_train_batch_end": after_a_step})  # fmt: skip
 
 
 # -- an optimizer that outlives its run ------------------------------------------------------------
@@ -720,9 +610,9 @@ for kind in (Compiled, Wrapped, LargeWrapped, CompiledAndWrapped):
 class Keeping(Noted):
     """Returns one optimizer for all runs, and may raise in a step of its first."""
 
-    def __init__(self, make: Any = lambda p: Adam(p, 0.01), fails_at: int = -1) -> None:
+    def __init__(self, make: Any = adam, fails_at: int = -1) -> None:
         super().__init__()
-        self.made, self.fails_at = make(self.parameters()), fails_at
+        self.made, self.fails_at = make(self), fails_at
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.fails_at == batch_idx:
@@ -743,7 +633,7 @@ def an_optimizer_of_a_run_that_has_ended(play: Player) -> Trace:
         return trace
     module(torch.randn(2, 6)).sum().backward()
     optimizer = module.made
-    copies = (functools.partial(use, optimizer) for use in (copy.deepcopy, pickle.dumps))
+    copies = (partial(use, optimizer) for use in (copy.deepcopy, pickle.dumps))
     for use in (optimizer.step, optimizer.state_dict, *copies):
         with pytest.raises(RuntimeError, match="Adam belongs to a run that has ended"):
             use()
@@ -766,14 +656,72 @@ def goes_on(make: Any, fails_at: int, play: Player) -> Trace:
     return trace
 
 
-for name, make in {
-    "adam": lambda params: Adam(params, 0.01),
-    "by_parameter": lambda params: Adafactor(params, 0.01),
-    "lbfgs": lambda params: torch.optim.LBFGS(params, 0.01, max_iter=2),
-}.items():
+for name, make in {"adam": of(Adam, 0.01), "by_parameter": of(Adafactor, 0.01), "lbfgs": of(torch.optim.LBFGS, 0.01, max_iter=2)}.items():  # fmt: skip
     for fails_at in (-1, 1):
-        case("optimizers", name=f"second_fit_{name}_{fails_at}", loop=functools.partial(goes_on, make, fails_at), ulps=64,
+        case("optimizers", name=f"second_fit_{name}_{fails_at}", loop=partial(goes_on, make, fails_at), ulps=64,
              worlds=(1,) if fails_at > 0 else (2,), settings=({}, {}, FILES) if name == "adam" else ({},), stages=(3, 1, 3))  # fmt: skip
+
+
+# -- optimizers that mix elements, of each kind, and what a Trainer does around their steps ---------
+
+
+class Scaled(Noted):
+    """Has matrices, vectors and a scale of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.ndim == 2 and p.requires_grad]
+
+
+def muon(module: nn.Module) -> Any:
+    return torch.optim.Muon(matrices(module), lr=0.02)
+
+
+def lookahead(params: Any, lr: float) -> Any:
+    return pytorch_optimizer.Lookahead(torch.optim.AdamW(params), k=2)
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "muon": muon, "adafactor": of(Adafactor), "prodigy": of(prodigyopt.Prodigy, 1.0), "lookahead": of(lookahead),
+    "schedule_free": of(schedule_free, 0.02),
+    **{name: of(pytorch_optimizer.load_optimizer(name), 0.02) for name in ("adan", "shampoo", "splus")},
+}  # fmt: skip
+for name, make in KINDS.items():
+    case("optimizers", made(make, Scaled), f"steps_{name}", ulps=64)
+widen("steps_muon", "steps_prodigy", worlds=(2, 3))
+
+
+class Unfreezes(BaseFinetuning):
+    """Takes a block in after an epoch."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net.blocks[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            block = pl_module.net.blocks[0]
+            self.make_trainable(block)
+            optimizer.add_param_group({"params": matrices(block)})
+
+
+AROUND: dict[str, dict[str, Any]] = {
+    "clips_the_norm": {"gradient_clip_val": 0.3, **WIDE},
+    "clips_values": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value", **WIDE},
+    "accumulates": {"accumulate_grad_batches": 3},
+    "scales_the_loss": {"gradient_clip_val": 0.3, "precisions": ("16-mixed",)},
+    # Of what is unfrozen later DDP averages no gradients, so all ranks have the same rows.
+    "unfreezes": {"callbacks": lambda: [Unfreezes()], "max_epochs": 2, "use_distributed_sampler": False},
+}  # fmt: skip
+for number, (name, how) in enumerate(AROUND.items()):
+    make = (muon, lambda m: prodigyopt.Prodigy(matrices(m)))[number % 2]
+    case("optimizers", made(make, Scaled), f"around_a_step_{name}", ulps=64, **how)
 
 
 # -- blocks of a DeepSpeed configuration -----------------------------------------------------------
@@ -833,4 +781,4 @@ def by_config(blocks: tuple[str, ...], play: Player) -> Trace:
 
 
 for blocks in (("optimizer", "scheduler"), ("scheduler",), ("optimizer",)):
-    case("optimizers", name=f"deepspeed_{'_and_'.join(blocks)}", loop=functools.partial(by_config, blocks), ulps=256)  # fmt: skip
+    case("optimizers", name=f"deepspeed_{'_and_'.join(blocks)}", loop=partial(by_config, blocks), ulps=256)  # fmt: skip

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from lightning.fabric import Fabric
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,6 +26,8 @@ from torchmetrics import SumMetric
 
 from lightning_zero import ZeROStrategy, gathered, grad_norm
 from lightning_zero.fabric import ZeROStrategy as FabricStrategy
+from tests.cases import all_gather, user
+from tests.cases.modules import body, in_place, submodules
 from tests.oracle.models import GPT
 from tests.oracle.models import TransformerBlock as Block
 from tests.oracle.play import Player, case
@@ -38,17 +38,19 @@ TWO: dict[str, Any] = {"cut": 2, "worlds": (4,), "data": lambda: (loader(12),), 
 FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
 
 
-def row(name: str, module: Callable[[], LightningModule], **options: Any) -> None:
+def row(name: str, module: Any, **options: Any) -> None:
     """Declare a case of two by two ranks."""
     case("tensor parallel", module, name, **{**TWO, **options})
 
 
-def by_sequence(optimizer: str = "AdamW") -> Callable[[], Model]:
-    return lambda: Model(by_sequence=True, optimizer=optimizer)
-
-
-row("cut", by_sequence(), rests=True, accumulate_grad_batches=2, gradient_clip_val=0.3)
-row("cut_in_mixed_precision", by_sequence("SGD"), precisions=("bf16-mixed",), gradient_clip_val=0.5)
+by_sequence = partial(Model, by_sequence=True)
+row("cut", by_sequence, rests=True, accumulate_grad_batches=2, gradient_clip_val=0.3)
+row(
+    "cut_in_mixed_precision",
+    partial(by_sequence, optimizer="SGD"),
+    precisions=("bf16-mixed",),
+    gradient_clip_val=0.5,
+)
 row("cut_and_saved", Model, stages=(3,), max_epochs=2, save_at=1, readers=("own", "of ddp", "ddp", 3))  # fmt: skip
 BESIDE = ({"shard": 1, "async_checkpoint": True}, {"checkpoint": "dcp"}, FILES, {"shard": 1, "offload_optimizer": "nvme"})  # fmt: skip
 row("cut_with_other_settings", Model, stages=(1, 3, 3, 2), settings=BESIDE, max_epochs=2, save_at=1,
@@ -61,7 +63,6 @@ class Counting(Model):
     def __init__(self) -> None:
         super().__init__()
         self.seen = SumMetric()
-        self.notes: list[Any] = []
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = super().training_step(batch, index)
@@ -72,9 +73,7 @@ class Counting(Model):
         epoch: dict[str, Any] = {"sync_dist": True, "on_step": False, "on_epoch": True}
         self.log("mean", loss, **epoch)
         self.log("sum", loss / self.copies, reduce_fx="sum", **epoch)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's, of what Lightning calls
-            others = self.all_gather(loss, sync_grads=True)[:: self.copies]
+        others = all_gather(self, loss, sync_grads=True)[:: self.copies]
         self.notes.append(others.tolist())
         return others.square().sum()
 
@@ -99,6 +98,7 @@ class LossByParts(Model):
         torch.manual_seed(0)
         self.net = GPT()
         del self.net.scale
+        self.net.scale = 1.0  # which a cut tensor may be multiplied by
         if (mesh := self.device_mesh) is not None:
             parallelize(self.net, mesh["tensor_parallel"], by_sequence=True, with_head=False)
             for style in (
@@ -106,12 +106,6 @@ class LossByParts(Model):
                 ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
             ):
                 parallelize_module(self.net, mesh["tensor_parallel"], {"head": style})
-
-    def forward(self, text: Tensor) -> Any:
-        x = self.net.embed(text) + self.net.places(torch.arange(GPT.length).expand_as(text))
-        for block in self.net.blocks:
-            x = block(x)
-        return self.net.head(self.net.norm(x))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         (text,) = batch
@@ -134,21 +128,12 @@ def whole(value: Any) -> Tensor:
 row("cut_logits", LossByParts, stages=(3,))
 
 
-class Grouped(Model):
-    """Gives its optimizer some parameters as attributes of their modules, and some later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.notes: list[Any] = []
-
-    def configure_optimizers(self) -> Any:
-        later = ("net.head.weight", "net.blocks.1.up.weight", "net.blocks.1.out.bias")
-        rest = [p for name, p in self.named_parameters() if name not in later]
-        head = {"params": [self.net.head.weight], "lr": 0.002}
-        return torch.optim.AdamW([head, {"params": rest}], lr=0.01)
-
-    def on_before_zero_grad(self, optimizer: Any) -> None:
-        self.zero_grad()
+def in_groups(m: Any) -> Any:
+    """Give an optimizer some parameters as attributes of their modules, and some later."""
+    later = ("net.head.weight", "net.blocks.1.up.weight", "net.blocks.1.out.bias")
+    rest = [p for name, p in m.named_parameters() if name not in later]
+    head = {"params": [m.net.head.weight], "lr": 0.002}
+    return torch.optim.AdamW([head, {"params": rest}], lr=0.01)
 
 
 class Between(Callback):
@@ -158,9 +143,9 @@ class Between(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         grads = [p.grad for p in module.parameters()]
-        module.notes.append(torch.nn.utils.get_total_norm(grads).item())
         weight = module.net.head.weight
-        module.notes += [weight.grad.norm().item(), grad_norm(weight).item()]
+        norms = torch.nn.utils.get_total_norm(grads), weight.grad.norm(), grad_norm(weight)
+        module.notes += [float(norm) for norm in norms]
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
@@ -194,87 +179,66 @@ class Between(Callback):
             module.notes.append(whole(net.head.weight).norm().item())
 
 
-row("cut_and_changed_between_steps", Grouped, stages=(2, 3), callbacks=lambda: [Between()])
+row("cut_and_changed_between_steps", user(Model, configure_optimizers=in_groups, on_before_zero_grad=lambda m, _: m.zero_grad()),
+    stages=(2, 3), callbacks=lambda: [Between()])  # fmt: skip
 
 
 # -- optimizers that look at whole parameters, and compiled blocks ---------------------------------
 
 
-class Optimized(Model):
-    """Steps by an optimizer of `make`, and notes a state between steps, which is whole."""
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        super().__init__(by_sequence=True)
-        self.make, self.notes = make, list[Any]()
-
-    def configure_optimizers(self) -> Any:
-        return self.make(self)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        state = self.trainer.optimizers[0].state.get(
-            dict(self.named_parameters())["net.blocks.0.down.weight"], {}
-        )
-        self.notes = [{name: torch.as_tensor(value).clone() for name, value in state.items()
-                       if isinstance(value, (Tensor, float, int))}]  # fmt: skip
+def state_of_one(m: Any, *_: Any) -> Any:
+    weight = dict(m.named_parameters())["net.blocks.0.down.weight"]
+    state = m.trainer.optimizers[0].state.get(weight, {}).items()
+    return {k: torch.as_tensor(v).clone() for k, v in state if isinstance(v, (Tensor, float, int))}
 
 
-def muon(model: Any) -> Any:
-    return torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+def muon(m: Any) -> Any:
+    return torch.optim.Muon([p for p in m.parameters() if p.dim() == 2], lr=0.02)
 
 
-def adafactor(model: Any) -> Any:
-    return torch.optim.Adafactor(model.parameters(), lr=0.05)
+def adafactor(m: Any) -> Any:
+    return torch.optim.Adafactor(m.parameters(), lr=0.05)
 
 
-def lbfgs(model: Any) -> Any:
-    return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2, history_size=3)
+def lbfgs(m: Any) -> Any:
+    return torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2, history_size=3)
 
 
-MIXING: dict[str, Any] = {
-    "max_epochs": 2,
-    "limit_train_batches": 1,
-    "save_at": 1,
-    "readers": ("own", "ddp"),
-    "is_slow": True,
-}
+# A state is read between steps, where it is whole.
+MIXING: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 1, "save_at": 1, "readers": ("own", "ddp"), "is_slow": True,
+                          "moments": {"on_train_batch_end": state_of_one}}  # fmt: skip
 # Muon multiplies in bf16: one rounding of its update there is 2**14 ulps of a weight in fp32.
-row("cut_under_muon", lambda: Optimized(muon), stages=(3,), **{**MIXING, "ulps": 2**15})
-row("cut_under_adafactor", lambda: Optimized(adafactor), stages=(1, 3), settings=({"shard": 1}, {}), **MIXING)  # fmt: skip
-row("cut_under_lbfgs", lambda: Optimized(lbfgs), stages=(2,), is_slow=True)
+for make, stages, how in ((muon, (3,), {**MIXING, "ulps": 2**15}), (adafactor, (1, 3), {**MIXING, "settings": ({"shard": 1}, {})}),
+                          (lbfgs, (2,), {"is_slow": True})):  # fmt: skip
+    module = user(Model, configure_optimizers=make)
+    row(f"cut_under_{make.__name__}", partial(module, by_sequence=True), stages=stages, **how)
 
 
 class Compiled(Model):
     """Compiles its blocks, one by one or with all that is around them."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__(by_sequence=way == "in place")
-        self.way = way
+    def __init__(self, compiles: Any) -> None:
+        super().__init__(by_sequence=compiles is in_place)
+        self.compiles = compiles
 
     def configure_model(self) -> None:
-        if self.net is not None:
-            return
-        super().configure_model()
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        for index, block in enumerate(self.net.blocks):
-            if self.way == "in place":
-                block.compile(backend="aot_eager", fullgraph=True)
-            elif self.way == "submodules":
-                self.net.blocks[index] = torch.compile(block, backend="aot_eager")
-        if self.way == "body":
-            self.net = torch.compile(self.net, backend="aot_eager")
+        if self.net is None:
+            super().configure_model()
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            self.compiles(self)
 
     def on_train_end(self) -> None:
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["calls_captured"] > 40, "something was compiled"
-        if self.way != "body":
+        if self.compiles is not body:
             assert counters["stats"]["unique_graphs"] == 1, "one for both blocks"
             assert not counters["graph_break"]
 
 
 # To compile costs seconds on each rank: at one stage there are also data-parallel ranks.
-for way, stage, world in (("in place", 1, 2), ("submodules", 3, 4), ("body", 2, 2)):
-    row(f"cut_and_compiled_{way.replace(' ', '_')}", lambda w=way: Compiled(w), stages=(stage,), worlds=(world,),
+for way, stage, world in ((in_place, 1, 2), (submodules, 3, 4), (body, 2, 2)):
+    row(f"cut_and_compiled_{way.__name__}", partial(Compiled, way), stages=(stage,), worlds=(world,),
         max_steps=2, settings=({"units": {Block}},), is_slow=True)  # fmt: skip
 
 
@@ -351,46 +315,35 @@ LATENT = {
     "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 8,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("LlamaConfig", {"tie_word_embeddings": True}),
-    "Qwen3": ("Qwen3Config", {}),
-    "Gemma3": (
-        "Gemma3TextConfig",
-        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
-    ),
-    "Phi3": ("Phi3Config", {}),
-    "Olmo2": ("Olmo2Config", {}),
-    "Glm4": ("Glm4Config", {}),
-    "Mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "Qwen3Moe": ("Qwen3MoeConfig", {"num_experts": 4, **EXPERTS}),
-    "DeepseekV3": ("DeepseekV3Config", LATENT),
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True},
+    "Qwen3": {},
+    "Gemma3": {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 4},
+    "Phi3": {},
+    "Olmo2": {},
+    "Glm4": {},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"num_experts": 4, **EXPERTS},
+    "DeepseekV3": LATENT,
 }
 
 
-class Planned(LightningModule):
+class Planned(Model):
     """A model that knows nothing of tensor parallelism."""
 
     def __init__(self, kind: str, optimizer: str = "SGD") -> None:
-        super().__init__()
+        super().__init__(optimizer=optimizer)
         torch.manual_seed(0)
-        name, own = MODELS[kind]
-        sizes = {
-            key: value for key, value in SIZES.items() if (kind, key) != ("DeepseekV3", "head_dim")
-        }
-        config = getattr(transformers, name)(**{**sizes, **own})
+        sizes = {key: size for key, size in SIZES.items() if (kind, key) != ("DeepseekV3", "head_dim")}  # fmt: skip
+        name = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"
+        config = getattr(transformers, name)(**{**sizes, **MODELS[kind]})
         self.net: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
-        self.optimizer = optimizer
-        self.losses: list[float] = []
-        self.notes: list[float] = []
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         (text,) = batch
         loss = self.net(input_ids=text, labels=text).loss
         self.losses.append(loss.item())
         return loss
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.notes.append(float(grad_norm(self)))
 
     def configure_optimizers(self) -> Any:
         if self.optimizer != "SGD":
@@ -416,13 +369,13 @@ def copied(model: Any) -> list[float]:
     return [*losses, net(**given).loss.item()]
 
 
-PLANNED: dict[str, Any] = {"data": text, "gradient_clip_val": 1.0}
-row("planned_and_copied", lambda: Planned("Qwen3Moe"), **PLANNED, worlds=(2,), stages=(1,), max_steps=1,
-    moments={"on_train_end": copied})  # fmt: skip
+PLANNED: dict[str, Any] = {"data": text, "gradient_clip_val": 1.0, "moments": {"on_before_optimizer_step": lambda m, _: float(grad_norm(m))}}  # fmt: skip
+row("planned_and_copied", partial(Planned, "Qwen3Moe"), **{**PLANNED, "moments": {"on_train_end": copied}}, worlds=(2,), stages=(1,),
+    max_steps=1)  # fmt: skip
 for kind in MODELS:
-    row(f"planned_{kind}", lambda k=kind: Planned(k), **PLANNED, stages=(1, 3),
+    row(f"planned_{kind}", partial(Planned, kind), **PLANNED, stages=(1, 3),
         is_slow=kind not in ("Llama", "Qwen3Moe"))  # fmt: skip
-row("planned_whole_matrices", lambda: Planned("Qwen3Moe", "Adafactor"), **PLANNED, stages=(3,), ulps=512)  # fmt: skip
+row("planned_whole_matrices", partial(Planned, "Qwen3Moe", "Adafactor"), **PLANNED, stages=(3,), ulps=512)  # fmt: skip
 for kind in ("Qwen3Moe", "Glm4"):
-    row(f"planned_files_{kind}", lambda k=kind: Planned(k, "AdamW"), **PLANNED, stages=(3,), max_epochs=2, ulps=512,
+    row(f"planned_files_{kind}", partial(Planned, kind, "AdamW"), **PLANNED, stages=(3,), max_epochs=2, ulps=512,
         limit_train_batches=2, save_at=1, readers=("own", "of ddp", "ddp", 2), is_slow=kind == "Glm4")  # fmt: skip

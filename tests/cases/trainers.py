@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import pickle
 import random
@@ -28,15 +29,15 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero import ZeROStrategy
+from tests.cases import user
 from tests.oracle.by_trainer import Model, Rows
 from tests.oracle.play import Player, case, widen
-from tests.oracle.projects import ByHand, Noted, Regression, Trace, rows
+from tests.oracle.projects import ByHand, Regression, Trace, rows
 
 
 def trainer_of(play: Player, **options: Any) -> Any:
@@ -47,12 +48,6 @@ def trainer_of(play: Player, **options: Any) -> Any:
 def fit(play: Player, module: Any, ckpt_path: str | None = None, **options: Any) -> Any:
     trainer = trainer_of(play, **options)
     trainer.fit(module, Rows(), ckpt_path=ckpt_path)
-    return trainer
-
-
-def saved(play: Player, module: Any, path: str, **options: Any) -> Any:
-    trainer = fit(play, module, **options)
-    trainer.save_checkpoint(path)
     return trainer
 
 
@@ -80,24 +75,21 @@ class Renaming(Model):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = {"load": 0, "hook": 0, "on_load_checkpoint": 0}
+        self.calls = collections.Counter[str]()
         self.seen: list[float] = []
         self.register_buffer("scale", torch.ones(2))
-        self.register_load_state_dict_pre_hook(lambda *_: self.count("hook"))
-
-    def count(self, what: str) -> None:
-        self.calls[what] += 1
+        self.register_load_state_dict_pre_hook(lambda *_: self.calls.update(["hook"]))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
         return {f"mine.{key}": value for key, value in state.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.count("on_load_checkpoint")
+        self.calls["on_load_checkpoint"] += 1
         del checkpoint["state_dict"]["mine.net.blocks.0.linear.weight"]
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        self.count("load")
+        self.calls["load"] += 1
         own = {key.removeprefix("mine."): value for key, value in state.items()}
         found = super().load_state_dict(own, strict)
         with torch.no_grad():
@@ -113,7 +105,7 @@ class Renaming(Model):
 
 def load_in_a_way_of_ones_own(play: Player, path: str) -> Any:
     torch.manual_seed(0)
-    saved(play, Renaming(), path)
+    fit(play, Renaming()).save_checkpoint(path)
     found = []
     torch.manual_seed(1)
     resumed = Renaming()
@@ -124,7 +116,7 @@ def load_in_a_way_of_ones_own(play: Player, path: str) -> Any:
         found.append([round(value, 4) for value in result] if call == "predict" else ())
     for module in (resumed, *modules.values()):
         sums = [float(p.detach().sum()) for p in (*module.parameters(), module.scale)]
-        found.append((module.calls, [round(value, 4) for value in module.seen + sums]))
+        found.append((dict(module.calls), [round(value, 4) for value in module.seen + sums]))
     return found
 
 
@@ -137,64 +129,27 @@ class Finetuning(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.net.blocks[0], optimizer)
 
 
-class Finetuned(Model):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad])
+finetuned = user(Model, configure_optimizers=lambda m: torch.optim.Adam([p for p in m.parameters() if p.requires_grad]))  # fmt: skip
 
 
 def resume_finetuning(play: Player, path: str) -> Any:
     epochs = {"limit_train_batches": 2, "max_steps": -1}
-    saved(play, Finetuned(), path, callbacks=[Finetuning()], max_epochs=2, **epochs)
+    trainer = fit(play, finetuned(), callbacks=[Finetuning()], max_epochs=2, **epochs)
+    trainer.save_checkpoint(path)
     # A module whose optimizer has all parameters, so that the callback repeats some.
     sizes = []
-    for module in (Finetuned(), Model()):
+    for module in (finetuned(), Model()):
         trainer = fit(play, module, path, callbacks=[Finetuning()], max_epochs=3, **epochs)
         sizes.append([len(group["params"]) for group in trainer.optimizers[0].param_groups])
     return sizes
 
 
-def replace_clipping(play: Player, path: str) -> Any:
-    calls: list[str] = []
-
-    def noted(original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(*args: Any, **kwargs: Any) -> Any:
-            calls.append(original.__name__)
-            return original(*args, **kwargs)
-
-        return clip
-
-    losses = []
-    with pytest.MonkeyPatch.context() as patch:
-        for function in ("clip_grad_norm_", "clip_grad_value_"):
-            patch.setattr(nn.utils, function, noted(getattr(nn.utils, function)))
-        for algorithm in ("norm", "value"):
-            torch.manual_seed(0)
-            module = Model()
-            fit(play, module, gradient_clip_val=0.05, gradient_clip_algorithm=algorithm)
-            losses.append([round(loss, 4) for loss in module.losses])
-    return calls, losses
-
-
-class Looking(Model):
-    seen: Any = ()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        plugin = self.trainer.precision_plugin
-        self.seen = plugin.precision, plugin.device, plugin.scaler.get_scale()
-
-
-def look_at_the_precision(play: Player, path: str) -> Any:
-    module = Looking()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    fit(play, module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
-    return module.seen
-
-
 _PATCHED = {
-    time: ("clock_gettime", "monotonic", "perf_counter", "process_time", "sleep", "time"),
+    time: ("monotonic", "perf_counter", "sleep", "time"),
     uuid: ("uuid1", "uuid4"),
     random: ("choice", "getrandbits", "randint", "random", "sample", "seed", "shuffle"),
     np.random: ("choice", "permutation", "rand", "randint", "seed", "shuffle"),
+    nn.utils: ("clip_grad_norm_", "clip_grad_value_"),
 }
 """What tests and projects patch or seed."""
 
@@ -211,58 +166,47 @@ class Seeded(Model):
         states = random.getstate(), numpys.tolist(), torchs.tolist()
         self.states.append(zlib.crc32(pickle.dumps(states)))
 
-    configure_gradient_clipping = on_train_batch_start = on_before_zero_grad = note
+    on_before_optimizer_step = on_train_batch_start = on_before_zero_grad = note
     setup = on_fit_start = on_train_start = on_train_batch_end = on_fit_end = note
 
 
-def patch_clocks_and_generators(play: Player, path: str) -> Any:
-    """Nothing of ours reads them by the names that are patched, or changes a global generator."""
+def patch_functions(play: Player, path: str) -> Any:
+    """Nothing of ours reads clocks and global generators by these names, or changes a generator.
+
+    Functions that clip are called as often as under DDP.
+    """
     callers: list[str] = []
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             caller = str(sys._getframe(1).f_globals.get("__name__"))
-            if caller.startswith("lightning_zero"):
-                callers.append(f"{caller}: {original.__name__}")
+            if caller.startswith("lightning_zero") or "clip" in original.__name__:
+                callers.append(original.__name__)
             return original(*args, **kwargs)
 
         return call
 
-    module = Seeded()
+    modules = Seeded(), Seeded()
     pl.seed_everything(3)
     with pytest.MonkeyPatch.context() as patch:
         for owner, names in _PATCHED.items():
             for each in names:
                 patch.setattr(owner, each, noted(getattr(owner, each)))
-        module.note()
-        fit(play, module)
-    return callers, module.states
-
-
-USES: dict[Callable[[Player, str], Any], dict[str, Any]] = {
-    use_a_trainer_before_it_is_set_up: {},
-    load_in_a_way_of_ones_own: {},
-    resume_finetuning: {},
-    replace_clipping: {},
-    look_at_the_precision: {"stages": (1,)},
-    patch_clocks_and_generators: {"stages": (3,)},
-}
+        modules[0].note()
+        for module, kind in zip(modules, ("norm", "value"), strict=True):
+            fit(play, module, gradient_clip_val=0.05, gradient_clip_algorithm=kind)
+    return callers, [(module.states, [round(loss, 4) for loss in module.losses]) for module in modules]  # fmt: skip
 
 
 def used(use: Callable[[Player, str], Any], play: Player) -> Trace:
     return Trace({}, notes=use(play, str(play.folder / "saved.ckpt")))
 
 
-for use, how in USES.items():
-    case("trainer", name=use.__name__, loop=partial(used, use), **how)
+for use in (use_a_trainer_before_it_is_set_up, load_in_a_way_of_ones_own, resume_finetuning, patch_functions):  # fmt: skip
+    case("trainer", name=use.__name__, loop=partial(used, use))
 
 
-class Unoptimized(Noted):
-    def configure_optimizers(self) -> None:
-        return None
-
-
-case("trainer", Unoptimized, max_epochs=2, save_at=1, readers=("again",),
+case("trainer", user(configure_optimizers=lambda m: None), "Unoptimized", max_epochs=2, save_at=1, readers=("again",),
      moments={"on_train_end": lambda m: (m.global_step, m.current_epoch)})  # fmt: skip
 widen("Unoptimized")
 
@@ -307,9 +251,8 @@ def patch_methods_of_the_strategy(play: Player) -> Trace:
 # -- copies ----------------------------------------------------------------------------------------
 
 HOOKS = (
-    "setup", "on_fit_start", "on_train_start", "on_train_batch_start", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end", "on_validation_start",
-    "on_validation_batch_end", "on_train_epoch_end", "on_save_checkpoint", "on_train_end", "on_fit_end", "teardown",
+    "setup", "on_fit_start", "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "on_train_batch_end", "on_validation_batch_end", "on_train_end", "on_fit_end", "teardown",
 )  # fmt: skip
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copy": copy.deepcopy,
@@ -331,7 +274,7 @@ class Copier(Callback):
         return {"found": dict.fromkeys(HOOKS)}
 
     def copy_all(self, hook: str, trainer: Trainer, module: Any) -> None:
-        if any(key.startswith(f"{hook},") for key in self.found) or hook in self.found:
+        if any(key.startswith(hook) for key in self.found):
             return
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         things: dict[str, Any] = {
@@ -383,5 +326,5 @@ def copies_at_any_moment(play: Player) -> Trace:
     trainer = trainer_of(play, callbacks=callbacks, logger=CSVLogger(play.folder), **how)
     trainer.fit(module, Rows(), Rows())
     found = {place: value for place, value in copier.found.items() if place not in FAILED}
-    assert len(found) > 100
+    assert len(found) > 70
     return Trace({}, notes=found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import itertools
 import pickle
@@ -14,29 +15,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import (
-    Callback,
-    EMAWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.func import (
-    functional_call,
-    grad,
-    grad_and_value,
-    hessian,
-    jvp,
-    linearize,
-    vjp,
-    vmap,
-)
+from torch.func import functional_call, grad, hessian, jvp, linearize, vmap
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 import lightning_zero
+from tests.cases import scheduled, user
 from tests.oracle.eight_bits import quantize
 from tests.oracle.play import UNUSED, Player, case, widen
 from tests.oracle.projects import WIDTH, Noted, Regression, Trace, rows
@@ -44,43 +32,65 @@ from tests.oracle.projects import WIDTH, Noted, Regression, Trace, rows
 SHORT: dict[str, Any] = {"data": lambda: (rows(), rows(4, seed=1)), "max_epochs": 2}
 
 
-class EMA(Callback):
-    """The average that most projects write for themselves."""
+class Averaging(Noted):
+    """Validates with an average of its weights as most projects do, each time in another way."""
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.average = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            self.average[name].lerp_(parameter, 0.3)
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self.kept = {n: p.detach().clone() for n, p in pl_module.named_parameters()}
-        for name, parameter in pl_module.named_parameters():
-            parameter.data.copy_(self.average[name])
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        for name, parameter in pl_module.named_parameters():
-            parameter.data = self.kept[name]
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.notes.append(self.average)
-
-
-class Orthogonal(Regression):
-    """Keeps a weight orthogonal, from the beginning or as soon as it trains."""
+    num_validations = 0
 
     def on_fit_start(self) -> None:
-        if not nn.utils.parametrize.is_parametrized(self.head):
-            nn.utils.parametrizations.orthogonal(self.head)
+        self.average = {n: p.detach().clone() for n, p in self.named_parameters()}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                with torch.no_grad():
+                    self.average[name].lerp_(parameter, 0.3)
+            else:
+                self.average[name] = (0.3 * parameter.data + 0.7 * self.average[name]).clone()
+
+    def on_validation_epoch_start(self) -> None:
+        self.num_validations += 1
+        self.backup = {}
+        for name, parameter in self.named_parameters():
+            if self.num_validations % 3 == 0:
+                self.backup[name] = parameter.detach().clone()
+                parameter.data.copy_(self.average[name])
+                continue
+            self.backup[name], parameter.data = parameter.data, self.average[name]
+            if self.num_validations % 3 == 1:  # the two take turns
+                self.average[name] = self.backup[name]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        # In a step of mixed precision, data that are replaced must not be used any more.
+        params = list(self.parameters()) if self.trainer.precision == "32-true" else []
+        backup = [p.data for p in params]
+        for parameter in params:
+            parameter.data = 0.5 * parameter.data
+        super().validation_step(batch, batch_idx)
+        for parameter, value in zip(params, backup, strict=True):
+            parameter.data = value
+
+    def on_validation_epoch_end(self) -> None:
+        for name, parameter in self.named_parameters():
+            if self.num_validations % 3 == 1:
+                self.average[name] = parameter.data
+            parameter.data = self.backup[name]
+
+    def on_train_end(self) -> None:
+        self.notes.append({name: value.clone() for name, value in self.average.items()})
+
+
+def orthogonal(m: Any) -> None:
+    """Keep a weight orthogonal, from the beginning or as soon as it trains."""
+    if not nn.utils.parametrize.is_parametrized(m.head):
+        nn.utils.parametrizations.orthogonal(m.head)
 
 
 @case("weights in hooks")
 def orthogonal_amid_a_run(play: Player) -> Trace:
-    module = Orthogonal()
+    module = user(Regression, on_fit_start=orthogonal)()
     if play.is_ddp:  # it leaves out of its averages what lies in other memory than when it began
-        module.on_fit_start()
+        orthogonal(module)
     return play.fit(module, max_steps=3)
 
 
@@ -131,62 +141,52 @@ class TorchsOwn(Callback):
         pl_module.notes.append([p.detach().clone() for p in pl_module.average.parameters()])
 
 
-class Saves(Callback):
-    """Saves weights as ``save_pretrained`` does, on all ranks or on one."""
+def saved(m: Any) -> Any:
+    torch.save(m.state_dict(), file := io.BytesIO())
+    assert file.tell() < 10_000, "no more than the weights"
+    file.seek(0)
+    return torch.load(file)
 
-    def __init__(self, *, of_all: bool) -> None:
-        self.of_all = of_all
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if not (self.of_all or trainer.is_global_zero):
-            return
-        tensors = pytest.importorskip("safetensors.torch")
-        found = tensors.load(tensors.save(pl_module.net.state_dict()))
-        assert all(torch.equal(found[n], value) for n, value in pl_module.net.state_dict().items())
-        file = io.BytesIO()
-        torch.save(pl_module.state_dict(), file)
-        assert file.tell() < 10_000, "no more than the weights"
-        file.seek(0)
-        pl_module.notes.append(torch.load(file))
+def save(m: Any) -> Any:
+    """Save weights as ``save_pretrained`` does."""
+    tensors = pytest.importorskip("safetensors.torch")
+    found = tensors.load(tensors.save(m.net.state_dict()))
+    assert all(torch.equal(found[n], value) for n, value in m.net.state_dict().items())
+    return saved(m)
 
 
 EDITED: dict[str, Any] = {"moments": dict.fromkeys(EDITING_HOOKS, edit_all), **SHORT}
-AVERAGED: dict[str, Any] = {"callbacks": lambda: [EMA()], **SHORT}
-for name, how in {"edits": EDITED, "EMA": AVERAGED}.items():
-    case("weights in hooks", Noted, name, **how, worlds=(1, 2), stages=(1, 2, 3))
-    case("weights in hooks", Noted, f"{name}_of_masters", **how, precisions=("bf16-mixed",))
-    case(
-        "weights in hooks", Noted, f"{name}_accumulating", **how, accumulate_grad_batches=2, ulps=64
-    )
+AVERAGED: dict[str, Any] = {"data": SHORT["data"], "max_epochs": 3, "ulps": 64}
+for name, module, how in (("edits", Noted, EDITED), ("averages", Averaging, AVERAGED)):
+    case("weights in hooks", module, name, **how, worlds=(1, 2), stages=(1, 2, 3))
+    case("weights in hooks", module, f"{name}_of_masters", **how, precisions=("bf16-mixed",), stages=(1, 2, 3))  # fmt: skip
+    case("weights in hooks", module, f"{name}_accumulating", **{**how, "ulps": 64}, accumulate_grad_batches=2)  # fmt: skip
 case("weights in hooks", Noted, "edits_of_copies", **EDITED, worlds=(4,), precisions=("32-true", "bf16-mixed"),
      settings=({"shard": 2},), ulps=64)  # fmt: skip
 case("weights in hooks", Noted, "of_torch", **SHORT, callbacks=lambda: [TorchsOwn()])
-case("weights in hooks", Noted, "saves", **SHORT, callbacks=lambda: [Saves(of_all=True)])
-case("weights in hooks", Noted, "saves_of_one_rank", **SHORT, stages=(1, 2), callbacks=lambda: [Saves(of_all=False)])  # fmt: skip
+case("weights in hooks", Noted, "saves", **SHORT, moments={"on_train_epoch_end": save})
+case("weights in hooks", Noted, "saves_of_one_rank", **SHORT, stages=(1, 2),
+     moments={"on_train_epoch_end": lambda m: None if m.global_rank else save(m)})  # fmt: skip
 
 
-class ClampsInSteps(Noted):
-    """Hooks of the optimizer change weights, whenever they were registered, and no rank waits."""
+def clamp_in_steps(m: Any, optimizer: Any) -> Any:
+    """Let hooks of the optimizer change weights, whenever they are registered, and no rank wait."""
 
-    def clamp(self, *_: Any) -> None:
-        time.sleep(0.005 * self.global_rank)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.clamp_(-0.2, 0.2)
+    @torch.no_grad()
+    def clamp(*_: Any) -> None:
+        time.sleep(0.005 * m.global_rank)
+        for parameter in m.parameters():
+            parameter.clamp_(-0.2, 0.2)
 
-    def configure_optimizers(self) -> Any:
-        return self.hooked(super().configure_optimizers())
-
-    def on_train_start(self) -> None:
-        self.hooked(self.trainer.optimizers[0])
-
-    def hooked(self, optimizer: Any) -> Any:
-        optimizer.register_step_pre_hook(self.clamp)
-        optimizer.register_step_post_hook(self.clamp)
-        return optimizer
+    optimizer.register_step_pre_hook(clamp)
+    optimizer.register_step_post_hook(clamp)
+    return optimizer
 
 
-case("weights in hooks", ClampsInSteps, max_steps=3, stages=(1, 2, 3, 3), precisions=("32-true", "bf16-mixed"),
+CLAMPED = user(configure_optimizers=lambda m: clamp_in_steps(m, Noted.configure_optimizers(m)),
+               on_train_start=lambda m: clamp_in_steps(m, m.trainer.optimizers[0]))  # fmt: skip
+case("weights in hooks", CLAMPED, "clamps_in_steps", max_steps=3, stages=(1, 2, 3, 3), precisions=("32-true", "bf16-mixed"),
      transports=("windows", "point to point", "backend"))  # fmt: skip
 
 
@@ -232,12 +232,6 @@ for module in (EditsInSteps, EditsBehindSteps):
 # -- every use in every hook -----------------------------------------------------------------------
 
 
-def saved(module: nn.Module) -> float:
-    torch.save(module.state_dict(), file := io.BytesIO())
-    file.seek(0)
-    return float(sum(value.double().sum() for value in torch.load(file).values()))
-
-
 def whole(module: nn.Module) -> list[Tensor]:
     return [p.detach() for p in module.parameters()]
 
@@ -249,18 +243,16 @@ READS: dict[str, Callable[[Any], Any]] = {
     "detach": lambda m: m.head.weight.detach().sum(),
     "clone": lambda m: m.head.weight.clone(),
     "cpu": lambda m: m.head.weight.cpu().sum(),
-    "double": lambda m: m.head.weight.to(torch.float64).sum(),
     "item": lambda m: m.head.weight[0, 0].item(),
     "tolist": lambda m: m.net.blocks[1].linear.bias.tolist(),
     "numpy": lambda m: float(m.net.blocks[1].linear.weight.detach().numpy().sum()),
     "matmul": lambda m: torch.ones(6) @ m.net.blocks[0].linear.weight,
     "equal": lambda m: torch.equal(m.head.bias, torch.ones(6)),
     "linear": lambda m: F.linear(torch.ones(6), m.net.stem.weight),
-    "stack": lambda m: torch.stack([p.flatten()[0] for p in m.parameters()]),
     "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "foreach": lambda m: torch._foreach_norm(list(m.parameters())),
     "state dict": lambda m: {k: v.sum() for k, v in m.state_dict().items()},
-    "saved": saved,
+    "saved": lambda m: float(sum(value.double().sum() for value in saved(m).values())),
     "deepcopy": lambda m: whole(copy.deepcopy(m)),
     "copied child": lambda m: whole(pickle.loads(pickle.dumps(copy.deepcopy(m.net)))),
     "parameter": lambda m: pickle.loads(pickle.dumps(m.head.bias)),
@@ -294,15 +286,11 @@ for number in range(2):
 
 
 class ReadsInSteps(Noted):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        before = read_all(self)
-        loss = super().training_step(batch, batch_idx)
-        self.notes += [before, read_all(self)]
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def loss(self, batch: Any) -> Tensor:
         self.notes.append(read_all(self))
-        super().validation_step(batch, batch_idx)
+        loss = super().loss(batch)
+        self.notes.append(read_all(self))
+        return loss
 
 
 case("weights in hooks", ReadsInSteps, **THREE, stages=(1, 2, 3))
@@ -325,8 +313,7 @@ class Averaged(Regression):
         self.head.bias.requires_grad_(False)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.8)]
+        return scheduled(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9), 0.8, "epoch")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.notes.append(self.loss(batch).item())
@@ -337,14 +324,9 @@ def towards_unit_norm(average: Tensor, current: Tensor, num_averaged: Tensor) ->
     return mean / mean.norm().clamp_min(0.1)
 
 
-class KeepsAverage(Callback):
-    """Notes the average at the end."""
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        average = next(
-            c for c in trainer.callbacks if isinstance(c, WeightAveraging)
-        )._average_model
-        pl_module.notes.append({n: t.detach().clone() for n, t in average.state_dict().items()})
+def keep_average(m: Any) -> Any:
+    (callback,) = (c for c in m.trainer.callbacks if isinstance(c, WeightAveraging))
+    return {name: value.clone() for name, value in callback._average_model.state_dict().items()}
 
 
 AVERAGES: dict[str, Callable[[], Callback]] = {
@@ -356,11 +338,12 @@ AVERAGES: dict[str, Callable[[], Callback]] = {
 AVERAGE: dict[str, Any] = {
     "max_epochs": 3,
     "data": lambda: (rows(32, batch_size=8), rows(8, seed=1)),
+    "moments": {"on_train_end": keep_average},
 }
 READERS: list[tuple[str | int, ...]] = [("ddp", 3), (1,), (3,), ("ddp",)]
 for (name, make), readers in zip(AVERAGES.items(), READERS, strict=True):
     case("averages", Averaged, f"average_{name}", **AVERAGE, ulps=256, save_at=2, readers=readers,
-         callbacks=lambda m=make: [m(), KeepsAverage()])  # fmt: skip
+         callbacks=lambda m=make: [m()])  # fmt: skip
 case("averages", Averaged, "average_of_masters", **AVERAGE, precisions=("bf16-mixed",),
      callbacks=lambda: [EMAWeightAveraging(decay=0.9)])  # fmt: skip
 
@@ -371,8 +354,9 @@ def an_average_begins_with_a_plain_checkpoint(play: Player) -> Trace:
     trainer = play.trainer(max_epochs=1)
     trainer.fit(Averaged(), *data)
     trainer.save_checkpoint(path)
-    callbacks = [EMAWeightAveraging(decay=0.5), KeepsAverage()]
-    return play.fit(Averaged(), *data, callbacks=callbacks, max_epochs=3, ckpt_path=path)
+    module, callbacks = Averaged(), [EMAWeightAveraging(decay=0.5)]
+    module.on_train_end = lambda: module.notes.append(keep_average(module))
+    return play.fit(module, *data, callbacks=callbacks, max_epochs=3, ckpt_path=path)
 
 
 # -- transforms of torch.func ----------------------------------------------------------------------
@@ -399,29 +383,18 @@ def functional_loss(module: Regression) -> Callable[..., Tensor]:
     return loss
 
 
-def gradients_of_all_weights(module: Regression, batch: list[Tensor]) -> Tensor:
-    parameters = dict(module.named_parameters())
-    grads, loss = grad_and_value(functional_loss(module))(parameters, *batch)
-    return loss + sum(each.pow(2).sum() for each in grads.values())
-
-
 def gradients_of_each_row(module: Regression, batch: list[Tensor]) -> Tensor:
     parameters = {name: p.detach() for name, p in module.named_parameters()}
     grads = vmap(grad(functional_loss(module)), (None, 0, 0))(parameters, *batch)
-    return module.loss(batch) * sum(each.pow(2).sum() for each in grads.values())
+    return Regression.loss(module, batch) * sum(each.pow(2).sum() for each in grads.values())
 
 
-def tangents(module: Regression, batch: list[Tensor]) -> Tensor:
+def by_inputs(module: Regression, batch: list[Tensor]) -> Tensor:
+    loss = lambda x: Regression.loss(module, (x, batch[1]))  # noqa: E731
     out, tangent = jvp(module, (batch[0],), (batch[1],))
-    return F.mse_loss(out, batch[1]) + tangent.pow(2).mean()
-
-
-def curvature(module: Regression, batch: list[Tensor]) -> Tensor:
-    return vmap(hessian(lambda x: module(x).sum()))(batch[0]).pow(2).sum()
-
-
-def penalty(module: Regression, batch: list[Tensor]) -> Tensor:
-    return grad(lambda x: module.loss((x, batch[1])))(batch[0]).pow(2).sum() + module.loss(batch)
+    curvature = vmap(hessian(lambda x: module(x).sum()))(batch[0]).pow(2).sum()
+    penalty = grad(loss)(batch[0]).pow(2).sum() + loss(batch[0])
+    return F.mse_loss(out, batch[1]) + tangent.pow(2).mean() + curvature + penalty
 
 
 def linearized(module: Regression, batch: list[Tensor]) -> Tensor:
@@ -429,38 +402,12 @@ def linearized(module: Regression, batch: list[Tensor]) -> Tensor:
     return out.pow(2).mean() + tangent(batch[1]).pow(2).mean()
 
 
-TRANSFORMS = [
-    linearized, maml, gradients_of_all_weights, gradients_of_each_row, tangents, curvature, penalty,
-]  # fmt: skip
-
-
-class Transformed(Regression):
-    def __init__(self, loss_of: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.loss_of = loss_of
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss_of(self, batch)
-        self.losses.append(loss.item())
-        return loss
-
-
-for transform in TRANSFORMS:
-    case("transforms", lambda t=transform: Transformed(t), transform.__name__, max_steps=2, ulps=64, ddp=UNUSED,
-         stages=(1, 2))  # fmt: skip
+for transform in (linearized, maml, gradients_of_each_row, by_inputs):
+    case("transforms", user(Regression, loss=transform), transform.__name__, max_steps=2, ulps=64, ddp=UNUSED, stages=(1, 2),
+         is_slow=transform is linearized)  # fmt: skip
 
 
 # -- contexts --------------------------------------------------------------------------------------
-
-
-class Functions(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Operations(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -472,11 +419,6 @@ def switched(switch: Callable[[Any], None], within: Any, after: Any) -> Iterator
         switch(after)
 
 
-def transformed(call: Callable[[Callable[[Tensor], Any]], Any]) -> Callable[..., Any]:
-    """Run functions within a transform, as something that it passes on."""
-    return lambda function: call(lambda z: (z.sum(), function()))
-
-
 def within(context: Callable[[], Any]) -> Callable[..., Any]:
     def call(function: Callable[[], Any]) -> Any:
         with context():
@@ -485,24 +427,11 @@ def within(context: Callable[[], Any]) -> Callable[..., Any]:
     return call
 
 
-Z = torch.ones(2)
-LEVELS = {
-    "grad": transformed(lambda run: grad(run, has_aux=True)(Z)[1]),
-    "vmap": transformed(lambda run: vmap(run, out_dims=(0, None))(torch.ones(3, 2))[1]),
-    "jvp": transformed(lambda run: jvp(run, (Z,), (Z,), has_aux=True)[2]),
-    "vjp": transformed(lambda run: vjp(run, Z, has_aux=True)[2]),
-}
-WITHOUT_GRAD = {
-    "inference": within(torch.inference_mode),
-    "fake": within(lambda: FakeTensorMode(allow_non_fake_inputs=True)),
-}
 CONTEXTS: dict[str, Callable[..., Any]] = {
-    **LEVELS,
-    **WITHOUT_GRAD,
-    "function mode": within(Functions),
-    "dispatch mode": within(Operations),
+    "inference": within(torch.inference_mode),
+    "function mode": within(BaseTorchFunctionMode),
+    "dispatch mode": within(BaseTorchDispatchMode),
     "device": within(lambda: torch.device("meta")),
-    "default device": within(lambda: switched(torch.set_default_device, "meta", None)),
     "default dtype": within(
         lambda: switched(torch.set_default_dtype, torch.float64, torch.float32)
     ),
@@ -517,96 +446,68 @@ CONTEXTS: dict[str, Callable[..., Any]] = {
 class Visited(Regression):
     """Does everything within a context, and notes what it sees there."""
 
-    def __init__(self, context: str, path: str) -> None:
+    automatic_optimization = False
+
+    def __init__(self, context: str) -> None:
         super().__init__(optimizer=lambda p, lr: torch.optim.SGD(p, lr, momentum=0.5))
-        self.within = CONTEXTS[context]
-        self.has_grad = context not in WITHOUT_GRAD
-        # In a transform nothing may be changed that is not its own, under DDP either.
-        self.changes = context not in LEVELS
-        self.path = path
-        self.automatic_optimization = False
+        self.within, self.has_grad = CONTEXTS[context], context != "inference"
+        self.run = self.within if self.has_grad else within(contextlib.nullcontext)
 
     def do(self, action: Callable[[], Any]) -> Any:
         result = self.within(action)
-        if isinstance(result, Tensor):
-            is_fake = type(result).__name__ == "FakeTensor"
-            self.notes.append(list(result.shape) if is_fake else result.detach().clone())
+        self.notes += [result.detach().clone()] if isinstance(result, Tensor) else []
         return result
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
         with torch.set_grad_enabled(self.has_grad):
             loss = self.do(lambda: self.loss(batch))
-        if not self.has_grad:
-            loss = self.loss(batch)
+        loss = loss if self.has_grad else self.loss(batch)
         optimizer.zero_grad()
-        plainly = within(contextlib.nullcontext)
-        run = self.within if self.changes and self.has_grad else plainly
-        run(lambda: self.manual_backward(loss))
+        self.run(lambda: self.manual_backward(loss))
         self.do(lambda: self.head.weight.grad.sum())
         self.do(lambda: lightning_zero.full_grad(self.head.weight))
-        run(lambda: self.clip_gradients(optimizer, 0.1, "norm"))
-        run(optimizer.step)
+        self.run(lambda: self.clip_gradients(optimizer, 0.1, "norm"))
+        self.run(optimizer.step)
         self.losses.append(loss.item())
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.do(lambda: self.net.blocks[1].linear.weight.sum())
         self.do(lambda: sum(value.sum() for value in self.state_dict().values()))
         self.do(self.whole_bias)
-        if self.changes:
-            self.do(self.halve)
-            self.do(self.trainer.strategy.barrier)
-        if self.changes and self.has_grad:
-            self.do(lambda: self.trainer.save_checkpoint(self.path))
-
-    def halve(self) -> None:
-        with torch.no_grad():
-            self.head.bias.mul_(0.5)
+        self.do(torch.no_grad()(lambda: self.head.bias.mul_(0.5)))
+        self.do(self.trainer.strategy.barrier)
+        path = f"{self.trainer.default_root_dir}/saved.ckpt"
+        self.run(lambda: self.trainer.save_checkpoint(path))
+        saved = torch.load(path, weights_only=True)
+        self.notes += [saved["state_dict"], saved["optimizer_states"][0]["state"]]
 
     def whole_bias(self) -> Tensor:
         with lightning_zero.gathered(self):
             return self.head.bias.sum()
 
 
-def visit(context: str) -> Callable[[Player], Trace]:
-    def loop(play: Player) -> Trace:
-        module = Visited(context, f"{play.folder}/saved.ckpt")
-        trace = play.fit(module, max_steps=2)
-        if module.changes and module.has_grad:
-            saved = torch.load(module.path, weights_only=True)
-            trace.notes += [saved["state_dict"], saved["optimizer_states"][0]["state"]]
-        return trace
-
-    return loop
-
-
 for context in CONTEXTS:
-    stages = (1, 2) if context in LEVELS else ()  # transforms are refused at stage 3
-    case("contexts", name=f"within_{context.replace(' ', '_')}", loop=visit(context), ulps=64, stages=stages)  # fmt: skip
+    case("contexts", functools.partial(Visited, context), f"within_{context.replace(' ', '_')}", max_steps=2, ulps=64)  # fmt: skip
 
 
-class Hooked(Regression):
-    """A whole hook is compiled; it reads weights between steps."""
-
-    @torch.compile(backend="eager")
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.total = self.head.weight.sum() + self.net.blocks[0].linear.bias.sum()
-
-    def on_train_end(self) -> None:
-        self.losses.append(float(self.total))
+@torch.compile(backend="eager")
+def read_weights(m: Any, *_: Any) -> None:
+    m.total = m.head.weight.sum() + m.net.blocks[0].linear.bias.sum()
 
 
-case("contexts", Hooked, "a_compiled_hook", max_steps=2)
+# A whole hook is compiled; it reads weights between steps.
+case("contexts", user(Regression, on_train_batch_end=read_weights), "a_compiled_hook", max_steps=2,
+     moments={"on_train_end": lambda m: float(m.total)})  # fmt: skip
 
 
 # -- graphs between steps --------------------------------------------------------------------------
 
 
-def scaled(module: Regression) -> Tensor:
-    """Differentiate by something that all weights scale."""
+def scaled(module: Regression) -> tuple[Tensor, Tensor]:
+    """Return something, and what it gives with all weights that it scales."""
     scale = torch.ones(2, requires_grad=True)
-    total = sum((p * scale[0]).pow(2).sum() for p in module.parameters())
-    return torch.autograd.grad(total, scale)[0]
+    return scale, sum((p * scale[0]).pow(2).sum() for p in module.parameters())
 
 
 def by_weights(module: Regression) -> Tensor:
@@ -620,8 +521,7 @@ def by_weights(module: Regression) -> Tensor:
 
 def read_between(module: Regression) -> Tensor:
     """All weights are read between two passes over a graph."""
-    scale = torch.ones(2, requires_grad=True)
-    total = sum((p * scale[0]).pow(2).sum() for p in module.parameters())
+    scale, total = scaled(module)
     first = torch.autograd.grad(total, scale, retain_graph=True)[0]
     norms = sum(p.detach().norm() for p in module.parameters())
     return first + torch.autograd.grad(total, scale)[0] + norms
@@ -629,13 +529,13 @@ def read_between(module: Regression) -> Tensor:
 
 def scaled_in_gathered(module: Regression) -> Tensor:
     with lightning_zero.gathered(module):
-        return scaled(module)
+        scale, total = scaled(module)
+        return torch.autograd.grad(total, scale)[0]
 
 
 def kept_by_one_rank(module: Regression) -> Tensor:
     """Ranks whose graphs differ still gather the same weights."""
-    scale = torch.ones(2, requires_grad=True)
-    total = sum((p * scale[0]).pow(2).sum() for p in module.parameters())
+    scale, total = scaled(module)
     if module.global_rank:
         total = total.detach()
     norms = [p.detach().norm() for p in (*module.parameters(), *module.parameters())]
@@ -643,34 +543,33 @@ def kept_by_one_rank(module: Regression) -> Tensor:
     return sum(norms) + found
 
 
-GRAPHS = (scaled, by_weights, read_between, scaled_in_gathered, kept_by_one_rank)
-for graph in GRAPHS:
+for graph in (by_weights, read_between, scaled_in_gathered, kept_by_one_rank):
     case("weights in hooks", Noted, f"graph_{graph.__name__}", max_steps=2, ulps=64,
          moments={"on_train_batch_end": lambda m, *_, g=graph: g(m).detach()})  # fmt: skip
 
 
-class Late(Regression):
-    """Keeps a graph over a step, which changes the weights that it has saved."""
-
-    def __init__(self, *, is_frozen: bool) -> None:
-        super().__init__()
-        self.total: Tensor | None = None
-        self.head.requires_grad_(not is_frozen)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.total is None:
-            self.scale = torch.ones(2, requires_grad=True)
-            self.total = sum((p * self.scale[0]).pow(2).sum() for p in self.head.parameters())
-        elif self.head.weight.requires_grad:
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                torch.autograd.grad(self.total, self.scale)
-        else:
-            self.notes.append(torch.autograd.grad(self.total, self.scale)[0])
+def keep_a_graph(m: Any, *_: Any) -> Any:
+    """Keep a graph over a step, which changes the weights that it has saved."""
+    if not hasattr(m, "kept"):
+        m.kept = scaled(m.head)
+    elif m.head.weight.requires_grad:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(m.kept[1], m.kept[0])
+    else:
+        return torch.autograd.grad(m.kept[1], m.kept[0])[0]
+    return None
 
 
-case("weights in hooks", lambda: Late(is_frozen=False), "a_graph_of_weights_that_are_gone", max_steps=2,
-     stages=(1, 2, 3), precisions=("32-true", "bf16-mixed", "32-true"))  # fmt: skip
-case("weights in hooks", lambda: Late(is_frozen=True), "a_graph_of_weights_not_stepped", max_steps=2, stages=(1, 2))  # fmt: skip
+def frozen_head() -> Regression:
+    module = Regression()
+    module.head.requires_grad_(False)
+    return module
+
+
+LATE: dict[str, Any] = {"max_steps": 2, "moments": {"on_train_batch_end": keep_a_graph}}
+case("weights in hooks", Regression, "a_graph_of_weights_that_are_gone", **LATE, stages=(1, 2, 3),
+     precisions=("32-true", "bf16-mixed", "32-true"))  # fmt: skip
+case("weights in hooks", frozen_head, "a_graph_of_weights_not_stepped", **LATE, stages=(1, 2))
 
 
 class Quantized(Regression):
@@ -684,84 +583,21 @@ class Quantized(Regression):
 
 case("weights in hooks", Quantized, "frozen_weights_in_eight_bits", max_steps=3, stages=(1, 2, 3),
      precisions=("32-true", "32-true", "bf16-mixed"), rests=True, save_at=1)  # fmt: skip
-widen("penalty", "within_profiler")
+widen("by_inputs", "within_profiler")
 widen("average_mean", worlds=(1, 2))
 
 
-class Metered(Regression):
-    """Modules without parameters, a metric and a loss, are called in a hook of one rank only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metric, self.others = nn.MSELoss(), nn.ModuleList([nn.L1Loss()])
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_rank == 0:
-            zeros = torch.zeros(2)
-            assert self.metric(zeros, zeros) == self.others[0](zeros, zeros) == 0
+def measure(m: Any, *_: Any) -> None:
+    """Call modules without parameters, a metric and a loss, on one rank only."""
+    if m.global_rank == 0:
+        zeros = torch.zeros(2)
+        assert m.metric(zeros, zeros) == m.others[0](zeros, zeros) == 0
 
 
-case("weights in hooks", Metered, max_steps=2, transports=("point to point", "backend"))
+def metered() -> Regression:
+    module = Regression()
+    module.metric, module.others = nn.MSELoss(), nn.ModuleList([nn.L1Loss()])
+    return module
 
 
-class Swapping(Noted):
-    """Validates with an average of its weights, which take turns with it in one way of two."""
-
-    def on_fit_start(self) -> None:
-        self.shadow = {n: p.data.clone() for n, p in self.named_parameters()}
-        self.swaps = False
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        for n, p in self.named_parameters():
-            self.shadow[n] = (0.1 * p.data + 0.9 * self.shadow[n]).clone()
-
-    def on_validation_epoch_start(self) -> None:
-        self.swaps = not self.swaps
-        self.backup = {}
-        for n, p in self.named_parameters():
-            self.backup[n] = p.data
-            p.data = self.shadow[n]
-            if self.swaps:
-                self.shadow[n] = self.backup[n]
-
-    def on_validation_epoch_end(self) -> None:
-        for n, p in self.named_parameters():
-            if self.swaps:
-                self.shadow[n] = p.data
-            p.data = self.backup[n]
-
-
-class SwapsInStep(Noted):
-    """Validates with other weights within each validation step."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        backup = {n: p.data for n, p in self.named_parameters()}
-        for p in self.parameters():
-            p.data = 0.5 * p.data
-        super().validation_step(batch, batch_idx)
-        for n, p in self.named_parameters():
-            p.data = backup[n]
-
-
-SWAPS: dict[str, Any] = {"data": SHORT["data"], "max_epochs": 3, "stages": (1, 2, 3)}
-case("weights in hooks", Swapping, **SWAPS, ulps=64)
-case("weights in hooks", Swapping, "swapping_masters", **SWAPS, precisions=("bf16-mixed",), ulps=64)
-case("weights in hooks", SwapsInStep, **SWAPS)
-
-
-class TakesTurns(Regression):
-    """Each rank leaves out one block of two, the other one in the next microbatch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.net.stem(x)
-        for index, block in enumerate(self.net.blocks):
-            if index != (self.turn + self.global_rank) % 2:
-                x = block(x)
-        return self.head(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.turn = batch_idx
-        return super().training_step(batch, batch_idx)
-
-
-case("gradients in hooks", TakesTurns, accumulate_grad_batches=2, max_steps=2, ulps=64, ddp=UNUSED, stages=(1, 2))  # fmt: skip
+case("weights in hooks", metered, max_steps=2, transports=("point to point", "backend"), moments={"on_train_batch_end": measure})  # fmt: skip

@@ -41,6 +41,7 @@ class Model(LightningModule):
         self.net: Any = None
         self.by_sequence, self.optimizer = by_sequence, optimizer
         self.losses: list[float] = []
+        self.notes: list[Any] = []
 
     def configure_model(self) -> None:
         if self.net is not None:
