@@ -20,6 +20,7 @@ from lightning_zero.engine.activations import (
 )
 from lightning_zero.engine.engine import (
     Engine,
+    broadcast_buffers,
     engine_of,
     full_grad,
     gathered,
@@ -28,5 +29,4 @@ from lightning_zero.engine.engine import (
     piece_among,
 )
 from lightning_zero.engine.rank_check import differences, group_lines
-from lightning_zero.engine.step import broadcast_buffers
 from lightning_zero.engine.unit_builder import forget_values

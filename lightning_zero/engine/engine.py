@@ -51,7 +51,7 @@ from lightning_zero.optimizer import (
 )
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Settings
-from lightning_zero.tensors import uncollected
+from lightning_zero.tensors import uncollected, unwrapped
 
 
 class Engine:
@@ -96,7 +96,7 @@ class Engine:
             ActivationOffload.require(comm.device)
         self.sharded = sharded = ShardedModel(module, settings, comm)
         self.steps: list[str] = []
-        self.is_restored = False
+        self.is_restored, self._broadcasts_next = False, True
         self._step = Step(sharded)
         choice, modules = settings.activation_checkpointing, [u.module for u in sharded.units[:-1]]
         self._wrapped = [checkpoint_activations(choice, module, modules)]
@@ -117,8 +117,14 @@ class Engine:
 
         Yields a function to call with the step's outputs, so that a backward pass from them finds
         its weights after the context has ended. ``awaits_backward=False`` closes the step at once.
+
+        It stands for DDP's forward, before which buffers are broadcast: not after a forward whose
+        gradients were not to be sent (within `no_sync`, without gradients, or under manual
+        optimization, where Lightning tells DDP to expect no backward).
         """
-        self._step.enter()
+        begins = self._step.enter() and not self._step.prefetcher.is_joined
+        if begins and self._broadcasts_next and self.sharded.settings.broadcast_buffers:
+            broadcast_buffers(self.module, self.comm)
         outputs: list[Any] = []
         try:
             yield outputs.append
@@ -128,11 +134,13 @@ class Engine:
             raise
         if not awaits_backward:
             self._step.keeps_graph = False
+        if begins:
+            self._broadcasts_next = awaits_backward and self._step.sends
         self._step.leave(outputs, awaits_backward=awaits_backward)
 
     def broadcast_next(self) -> None:
         """Broadcast buffers before the next forward, if one that runs now would send gradients."""
-        self._step.buffers.is_due = self._step.sends
+        self._broadcasts_next = self._step.sends
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -307,6 +315,26 @@ class Engine:
             for transport in self.comm.transports.values():
                 transport.release()
             self.comm.control.watchdog.leave()
+
+
+@torch.no_grad()
+def broadcast_buffers(module: nn.Module, comm: Communicator, others: Iterable[Tensor] = ()) -> None:
+    """Overwrite the module's buffers, and others, with rank 0's: one message per dtype, like DDP.
+
+    Of other tensors that wrap tensors, those are sent.
+    """
+    if comm.mesh.size == 1 and comm.mesh.tensor is None:
+        return
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    more = [tensor for other in others for tensor in unwrapped(other)]
+    for buffer in (*module.buffers(), *more):
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in by_dtype.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        comm.control.broadcast(flat)
+        parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
 
 
 def piece_among(engines: Sequence[Engine]) -> Callable[[Parameter], Piece | None]:

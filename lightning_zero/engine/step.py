@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm import Communicator, Pending, SyncPoint
+from lightning_zero.comm import Pending, SyncPoint
 from lightning_zero.engine.module_hook import Hooks
 from lightning_zero.engine.rank_check import require_equal_gradients
 from lightning_zero.engine.reductions import ReductionOrder
@@ -24,7 +24,7 @@ from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Call, Events, Unit, on_grads, too_late, weakly, with_grad
 from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.plan import check_parameter
-from lightning_zero.tensors import internals, runs_outside, tensors_in, unwrapped
+from lightning_zero.tensors import internals, runs_outside, tensors_in
 
 
 class Step:
@@ -34,7 +34,6 @@ class Step:
         backward: Its backward passes.
         prefetcher: The gathers of its units.
         hooks: The hooks on modules and parameters.
-        buffers: The broadcasts of buffers.
         is_open: Whether a step is under way: code that runs now is part of it, on all ranks.
         is_inside: Whether a forward or the step's own context is running: a flag beside the depth,
             as torch's compiler would recompile for every depth that it reads.
@@ -51,9 +50,6 @@ class Step:
         self.prefetcher = Prefetcher(sharded)
         self.backward = Backward(sharded, self, self.prefetcher)
         self.hooks = Hooks(sharded.units, self.backward.on_grad)
-        self.buffers = BufferSync(
-            sharded.module, sharded.comm, is_on=sharded.settings.broadcast_buffers
-        )
         self.is_open = self.is_inside = self.keeps_graph = False
         self.is_interrupted = self.is_closed = self.is_torn = False
         self._depth = 0
@@ -112,10 +108,11 @@ class Step:
 
     # -- the forward -----------------------------------------------------------------------------
 
-    def enter(self, *, broadcasts: bool = True) -> None:
-        """Enter a forward, and begin a step unless one is under way."""
-        if self._begins():
-            self._begin(broadcasts=broadcasts)
+    def enter(self) -> bool:
+        """Enter a forward, and begin a step unless one is under way; return whether it began."""
+        if begins := self._begins():
+            self._begin()
+        return begins
 
     def _begins(self) -> bool:
         """Enter a forward; return whether a step begins with it."""
@@ -137,7 +134,7 @@ class Step:
                 " save."
             )
 
-    def _begin(self, *, broadcasts: bool) -> None:
+    def _begin(self) -> None:
         self.is_interrupted = False
         self.order_check.wait()
         for name, parameter in self._sharded.replicated.items():
@@ -162,14 +159,11 @@ class Step:
             if is_there or unit.is_inlined:
                 weights.show(in_step=True)
         self._root.weights.show(in_step=True)
-        if broadcasts and not self.prefetcher.is_joined:
-            self.buffers.begin()
 
     def leave(self, outputs: Any, *, awaits_backward: bool = True) -> None:
         """Leave a forward; after the outermost, await a backward from its ``outputs``."""
         outputs = outputs if awaits_backward else None
         if self._is_left():
-            self.buffers.end(sends=awaits_backward and self.sends)
             self._end_forward(outputs)
         elif self._root.weights.reshards and not internals.in_backward():
             # The user may keep the outputs until after the step, or even the run.
@@ -256,10 +250,8 @@ class Step:
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
         """Enter a call of the module, or of a child whose weights the root holds."""
-        # DDP broadcasts buffers in calls of the module itself, not in calls of a child in a hook.
-        is_root = module is self._sharded.module
-        self.enter(broadcasts=is_root and self._sharded.settings.broadcast_in_calls)
-        self._is_called |= is_root
+        self.enter()
+        self._is_called |= module is self._sharded.module
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         self._is_called &= module is not self._sharded.module
@@ -300,7 +292,7 @@ class Step:
         if is_recompute:
             self.backward.begin()
         elif self._begins():
-            self._begin(broadcasts=False)
+            self._begin()
         is_tracked = torch.is_grad_enabled()
         arguments = [*args, *kwargs.values()] if is_tracked else ()
         unit.calls.begin(arguments, self.backward.events)
@@ -529,55 +521,3 @@ class Backward:
         self._pass = lambda: None
         self.is_running = self._takes = self._reduces = False
         self._order.abandon()
-
-
-# -- buffers ---------------------------------------------------------------------------------------
-
-
-class BufferSync:
-    """Broadcasts of buffers before the same forwards as in DDP.
-
-    DDP makes none after a forward whose gradients were not to be sent: within `no_sync`, without
-    gradients, and under manual optimization, where Lightning tells DDP to expect no backward.
-
-    Attributes:
-        is_due: Whether the next forward broadcasts.
-    """
-
-    def __init__(self, module: nn.Module, comm: Communicator, *, is_on: bool) -> None:
-        self._module, self._comm, self._is_on = module, comm, is_on
-        self.is_due = True
-        # Whether a forward is running that DDP would see, not just a call of a submodule.
-        self._is_counted = False
-
-    def begin(self) -> None:
-        """Begin a forward that DDP would see; called by all ranks."""
-        self._is_counted = True
-        if self._is_on and self.is_due:
-            broadcast_buffers(self._module, self._comm)
-
-    def end(self, *, sends: bool) -> None:
-        """End any forward; ``sends`` tells whether its gradients are to be sent."""
-        if self._is_counted:
-            self.is_due = sends
-        self._is_counted = False
-
-
-@torch.no_grad()
-def broadcast_buffers(module: nn.Module, comm: Communicator, others: Iterable[Tensor] = ()) -> None:
-    """Overwrite the module's buffers, and others, with rank 0's: one message per dtype, like DDP.
-
-    Of tensors that wrap tensors, those are sent.
-    """
-    if comm.mesh.size == 1 and comm.mesh.tensor is None:
-        return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    more = [tensor for other in others for tensor in unwrapped(other)]
-    for buffer in (*module.buffers(), *more):
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for buffers in by_dtype.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        comm.control.broadcast(flat)
-        parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            buffer.copy_(part.view_as(buffer))

@@ -154,7 +154,6 @@ class Sharding:
             recipe=recipe,
             device=self.root_device,
             broadcast_buffers=self.settings.broadcast_buffers and syncs_buffers,
-            broadcast_in_calls=False,
             offload_path=self.settings.offload_path or offload_path,
         )
         engine = Engine(module, settings, comm, **more)

@@ -132,11 +132,7 @@ _STEPS = ("element", "parameter", "model")
 
 @dataclass(frozen=True)
 class Settings:
-    """The user's settings of a run; ``ZeROStrategy`` documents each of them.
-
-    Strategies turn ``broadcast_in_calls`` off: their steps stand for DDP's forward and broadcast
-    buffers, and a call of the module in a hook, which would bypass DDP, does not.
-    """
+    """The user's settings of a run; ``ZeROStrategy`` documents each of them."""
 
     stage: int = 3
     recipe: Recipe = RECIPES["32-true"]
@@ -148,7 +144,6 @@ class Settings:
     min_num_params: int = MIN_NUMEL
     accumulate: str | None = None
     broadcast_buffers: bool = True
-    broadcast_in_calls: bool = True
     shard: int | str = "all"
     tensor_parallel_size: int | str = 1
     gather_bits: int | None = None
@@ -351,7 +346,7 @@ class Settings:
 
 
 _OFFLOAD = {"offload_optimizer", "offload_weights", "offload_path"}
-_NOT_GIVEN = {"recipe", "offload", "device", "broadcast_in_calls"}
+_NOT_GIVEN = {"recipe", "offload", "device"}
 ARGUMENTS = {one.name for one in fields(Settings)} - _NOT_GIVEN | _OFFLOAD
 """The arguments of ``ZeROStrategy`` that :meth:`Settings.of` takes."""
 

@@ -78,5 +78,5 @@ def loops() -> None:
 
 
 def test_a_compiled_model_is_the_same_model(ranks: Pools) -> None:
-    """Its buffers are rank 0's at every call, its graph is one, what is unfrozen is averaged."""
+    """Its graph is one, and what is unfrozen is averaged."""
     ranks(2).run(loops)
