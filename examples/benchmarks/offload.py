@@ -271,9 +271,7 @@ class Steps:
         step, in_memory = (statistics.median(found[f"step in {at}"]) for at in ("files", "memory"))
         print(
             f"a step in files takes {step / in_memory:.2f} of the time of one in memory: it reads"
-            f" {times.bytes_read / 1e9:.2f} GB at {times.bytes_read / times.reading / 1e9:.2f} GB/s"
-            f" while writing at {times.bytes_written / times.writing / 1e9:.2f} GB/s, and waits for"
-            " files in"
+            f" {times.bytes_read / 1e9:.2f} GB, writes as much, and waits for files in"
             f" {times.waiting / times.stepping:.0%} of it"
         )
 

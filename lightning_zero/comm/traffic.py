@@ -37,8 +37,6 @@ class StepTimes(NamedTuple):
         seconds: Total seconds.
         stepping: Seconds in the optimizer's steps unit by unit; steps on the device do not count.
         waiting: Seconds of ``stepping`` in which the optimizer waited for files.
-        reading: Seconds in which at least one request was reading states from files.
-        writing: Seconds in which at least one request was writing states to files.
         bytes_read: Bytes read from files in these steps.
         bytes_written: Bytes written to files.
     """
@@ -46,8 +44,6 @@ class StepTimes(NamedTuple):
     seconds: float = 0.0
     stepping: float = 0.0
     waiting: float = 0.0
-    reading: float = 0.0
-    writing: float = 0.0
     bytes_read: int = 0
     bytes_written: int = 0
 
@@ -56,17 +52,14 @@ class StepTimes(NamedTuple):
         return StepTimes(*map(operator.add, self, other))
 
     def describe(self) -> str:
-        """Return the shares of the time, and the speeds of files, in one line."""
+        """Return the shares of the time, and the speed of files, in one line."""
         stepping, waiting = (_ratio(part, self.seconds) for part in (self.stepping, self.waiting))
-        read = _ratio(self.bytes_read, self.reading) / 1e9
-        written = _ratio(self.bytes_written, self.writing) / 1e9
-        files = (
-            f", {waiting:.0%} waiting for files (read at {read:.2f} GB/s, written at"
-            f" {written:.2f} GB/s)"
-        )
+        nbytes = self.bytes_read + self.bytes_written
+        speed = _ratio(nbytes, self.stepping) / 1e9
+        files = f", {waiting:.0%} waiting for files (read and written at {speed:.2f} GB/s)"
         return (
             f"{stepping:.0%} of the time was spent in optimizer steps on the host"
-            f"{files if self.reading or self.writing else ''}."
+            f"{files if nbytes else ''}."
         )
 
 

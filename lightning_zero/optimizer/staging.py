@@ -58,11 +58,11 @@ from lightning_zero.tensors import (
     Scratch,
     StagedFile,
     StagingMemory,
-    Threads,
     Wait,
     fault_in,
     in_pages,
     lasting_tensors,
+    threads,
     wait_for,
 )
 
@@ -172,8 +172,8 @@ class FileStep(UnitStep):
         super().__init__(optimizer, comm.transport.ledger)
         self._scratch, self._control, self._times = scratch, comm.control, comm.transport.ledger
         self._files: dict[Piece, StateFiles] = {}
-        self._readers, self._writers = Threads("fetch"), Threads("flush")
-        self._faults = Threads("fault")
+        self._readers, self._writers = threads("fetch"), threads("flush")
+        self._faults = threads("fault")
         self._in_memory: Staged = {}
 
     @property
@@ -273,7 +273,7 @@ class FileStep(UnitStep):
             if at < len(batches):
                 buffer = buffers[at % number]
                 buffer.start(self._readers, _requests(StagedFile.read, blocks[at], buffer))
-                self._faults.start(partial(fault_in, self._masters_of(batches[at])))
+                self._faults.submit(fault_in, self._masters_of(batches[at]))
 
         try:
             for at in range(number):
@@ -289,11 +289,7 @@ class FileStep(UnitStep):
                 buffer.start(self._writers, _requests(StagedFile.write, own, buffer))
                 read(at + number)
         finally:
-            try:
-                self._wait([end for buffer in buffers for end in buffer.ends])
-            finally:
-                times.spend("reading", self._readers.take_seconds())
-                times.spend("writing", self._writers.take_seconds())
+            self._wait([end for buffer in buffers for end in buffer.ends])
 
     def _wait(self, ends: list[Wait]) -> None:
         began = perf_counter()

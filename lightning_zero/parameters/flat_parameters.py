@@ -346,8 +346,7 @@ class FlatParameters:
     def _refuse_edits(self) -> None:
         """Raise if weights that are cast from masters were changed: small changes would be lost."""
         found, master = self.edits.changed, self.master
-        axis = self.store.comm.mesh.shard
-        own = self.weight.shard(axis.rank, axis.size).to(master.device)
+        own = self.store.own(self.weight.tensor).to(master.device)
         is_changed = bool(found) or not _same_bits(self.store.as_weights(master).to(own.dtype), own)
         (any_changed,) = self.store.comm.control.call(SyncPoint.EDIT, bytes([is_changed])).wait()
         if any_changed:
@@ -403,9 +402,8 @@ class FlatParameters:
         whole = masters.whole
         if masters.are_whole and not self.plan.is_cast:
             return not _same_bits(whole.tensor, self.weight.tensor)
-        axis = self.store.comm.mesh.shard
         before = self.master if self.pending is None else self.pending
-        return not _same_bits(whole.shard(axis.rank, axis.size).to(before.device), before)
+        return not _same_bits(self.store.own(whole.tensor).to(before.device), before)
 
     @torch.no_grad()
     def store_masters(self) -> None:
@@ -461,10 +459,7 @@ class FlatParameters:
     @torch.no_grad()
     def take_over(self, whole: Buffer) -> None:
         """Take this rank's part of ``whole`` as the new master; within write access."""
-        axis = self.store.comm.mesh.shard
-        shard = whole.shard(axis.rank, axis.size)
-        if shard.data_ptr() != self.master.data_ptr():
-            self.master.copy_(shard)
+        self.master.copy_(self.store.own(whole.tensor))
 
     @property
     def may_be_stepped(self) -> bool:

@@ -261,7 +261,9 @@ class Readable(_Owned):
 
     def detach(self) -> Tensor:
         """Return the values without a graph."""
-        if not torch.compiler.is_compiling() and sys._getframe(1).f_code is _MAKES_PARAMETERS:
+        if torch.compiler.is_compiling():
+            return Tensor.detach(cast(Tensor, self))
+        if sys._getframe(1).f_code is _MAKES_PARAMETERS:
             raise _untrained(cast(Parameter, self))
         return _handed_out(cast(Parameter, self), Tensor.detach, is_plain=True)
 
@@ -283,8 +285,6 @@ def _handed_out(
     parameter: Parameter, get: Callable[[Tensor], Tensor], *, is_plain: bool = False
 ) -> Tensor:
     """Return what ``get`` makes of a parameter, and note that it may be changed by that."""
-    if torch.compiler.is_compiling():
-        return get(parameter)
     group = ownership_of(parameter).group_of()
     if group is None:
         return get(parameter)

@@ -90,10 +90,6 @@ class Buffer:
             self.views = self._views()
         self.release()
 
-    def shard(self, rank: int, world_size: int) -> Tensor:
-        """Return the part of ``rank``; a view, so it needs memory to be read."""
-        return self.tensor.view(world_size, -1)[rank]
-
 
 def _extent_of(layout: Layout, plan: Plan, scratch: Scratch | None) -> Extent:
     """Return the memory for masters, or for whole weights if masters can be views of these."""
@@ -148,6 +144,11 @@ class Store:
     def master(self) -> Tensor:
         """This rank's shard of the masters."""
         return self.masters.own
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a whole buffer: a view, so it needs memory to be read."""
+        axis = self.comm.mesh.shard
+        return whole.view(axis.size, -1)[axis.rank]
 
     @property
     def cast_bytes(self) -> int:
@@ -292,8 +293,7 @@ class HostStore(Store):
 
     def _gather_from(self, source: Tensor, out: Tensor, *, unit: str, tag: int) -> Work:
         """Start to bring this rank's shard up to its place in ``out``, and to gather it there."""
-        axis = self.comm.mesh.shard
-        own = out.view(axis.size, -1)[axis.rank]
+        own = self.own(out)
         gather = functools.partial(self.gather, out, Shards(own), unit=unit, tag=tag)
         return self._bring(source, own, gather, unit)
 

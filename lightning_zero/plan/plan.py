@@ -117,15 +117,15 @@ class Plan:
 
     ``grad`` is the home of gradients between microbatches; they are reduced in its dtype. A reduced
     gradient has the master's dtype, because the optimizer reads it. ``states`` is the medium of
-    optimizer states, by default that of the masters. ``gather_bits`` and ``reduce_bits`` are the
-    bits per element of weights and gradients that are sent quantized. ``stochastic_rounding`` gives
-    the optimizer fp32 copies of masters and states.
+    optimizer states. ``gather_bits`` and ``reduce_bits`` are the bits per element of weights and
+    gradients that are sent quantized. ``stochastic_rounding`` gives the optimizer fp32 copies of
+    masters and states.
     """
 
     weight: Home
     grad: Home
     master: Home
-    states: Medium | None = None
+    states: Medium = Medium.DEVICE
     gather_bits: int | None = None
     reduce_bits: int | None = None
     stochastic_rounding: bool = False
@@ -176,7 +176,7 @@ class Plan:
             "weights": self.weight.medium,
             "gradients": self.grad.medium,
             "master": self.master.medium,
-            "states": self.states or self.master.medium,
+            "states": self.states,
         }
 
     def row(self, kind: str) -> str:

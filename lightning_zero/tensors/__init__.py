@@ -45,10 +45,10 @@ from lightning_zero.tensors.transfers import (
     HostCopies,
     Job,
     StagingMemory,
-    Threads,
     Wait,
     Work,
     in_pages,
     require_abilities,
+    threads,
     wait_for,
 )

@@ -19,13 +19,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -60,47 +58,15 @@ def in_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-class Threads:
-    """Two threads for one kind of jobs, which are started with the first one."""
+def threads(name: str) -> ThreadPoolExecutor:
+    """Return two threads for one kind of jobs, which start with the first one."""
+    return ThreadPoolExecutor(_NUM_THREADS, f"lightning_zero.{name}")
 
-    def __init__(self, name: str) -> None:
-        self._name = f"lightning_zero.{name}"
-        self._pool: ThreadPoolExecutor | None = None
-        self._lock = threading.Lock()
-        self._num_running = 0
-        self._begin = self._seconds = 0.0
 
-    def start(self, job: Job, after: Sequence[Wait] = ()) -> Wait:
-        """Start a job once others have ended; return what waits for it."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_NUM_THREADS, self._name)
-        return self._pool.submit(self._run, job, after).result
-
-    def _run(self, job: Job, after: Sequence[Wait]) -> None:
-        for wait in after:
-            wait()
-        with self._lock:
-            if not self._num_running:
-                self._begin = perf_counter()
-            self._num_running += 1
-        try:
-            job()
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                if not self._num_running:
-                    self._seconds += perf_counter() - self._begin
-
-    def take_seconds(self) -> float:
-        """Return the time since the last call in which a job ran; all jobs must have ended."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def close(self) -> None:
-        """End the threads, until the next job."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+def _run(job: Job, after: Sequence[Wait]) -> None:
+    for wait in after:
+        wait()
+    job()
 
 
 def wait_for(ends: list[Wait]) -> None:
@@ -131,10 +97,10 @@ class Buffer:
         self.tensor = tensor
         self.ends: list[Wait] = []
 
-    def start(self, threads: Threads, jobs: Iterable[Job]) -> None:
+    def start(self, pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> None:
         """Start jobs on the memory, behind what it is in use for."""
         before = tuple(self.ends)
-        self.ends = [threads.start(job, before) for job in jobs] or self.ends
+        self.ends = [pool.submit(_run, job, before).result for job in jobs] or self.ends
 
     def wait(self) -> None:
         """Wait until nothing uses the memory, then raise the first error."""
@@ -267,7 +233,7 @@ class HostCopies:
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
         # Uploads from files that have not begun, the oldest first.
         self._uploads: deque[Upload] = deque()
-        self._threads = Threads("upload")
+        self._threads = threads("upload")
         self._ring: deque[Buffer] = deque()
 
     # -- host memory -----------------------------------------------------------------------------
@@ -376,7 +342,7 @@ class HostCopies:
                 parts += zip(*(torch.split(one, numel) for one in pair), strict=True)
         stream = self._up_stream
         if stream is None:
-            reads = [self._threads.start(partial(out.copy_, one)) for out, one in parts]
+            reads: list[Wait] = [self._threads.submit(out.copy_, one).result for out, one in parts]
 
             def begin() -> Work:
                 wait_for(reads)
@@ -507,7 +473,8 @@ class HostCopies:
     def abandon(self) -> None:
         """Drop uploads that have not begun, and what copies to the host read."""
         self._uploads.clear()
-        self._threads.close()  # once they have read
+        self._threads.shutdown()  # once they have read
+        self._threads = threads("upload")
         self.release_sources()
 
     def close(self) -> None:

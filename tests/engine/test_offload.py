@@ -91,11 +91,9 @@ def test_a_failing_disk_is_named_and_tears_the_step(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of two threads go on at once: their time is counted once, and fits into the step."""
-    pause, read, requests = 0.005, os.preadv, []
+    pause, read = 0.005, os.preadv
 
     def slow(*args: Any) -> int:
-        requests.append(args)
         time.sleep(pause)
         return read(*args)
 
@@ -107,12 +105,9 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         clock.append(time.perf_counter())
         step(engine, optimizer)
         found.append(engine.comm.step_times)
-    num_requests = (len(requests) - 4) // 2  # of a step; both files were tried at first
     first, *others = found
     assert first == StepTimes()  # it has read nothing, and no step's end came before
     for times, begin in zip(others, clock, strict=False):
-        assert pause * num_requests / 2 <= times.reading <= times.stepping  # by two threads
-        assert 0 < times.writing <= times.stepping
         assert pause < times.waiting <= times.stepping <= times.seconds
         assert times.seconds <= time.perf_counter() - begin
         for verb, nbytes in (("read", times.bytes_read), ("write", times.bytes_written)):
