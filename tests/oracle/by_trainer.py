@@ -131,19 +131,14 @@ class Stop(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def train(folder: str, name: str, precision: str = "32-true") -> dict[str, Any]:
+def train(folder: str, name: str) -> dict[str, Any]:
     """12 steps with a checkpoint after 5; returns losses, and files by name."""
     module = model()
     keep = ModelCheckpoint(
         folder, "{step}", monitor="loss", save_top_k=2, every_n_train_steps=3, save_last=True
     )
-    trainer = make_trainer(
-        world(),
-        strategy_of(name),
-        folder,
-        precision=precision,
-        callbacks=[keep, Stop(f"{folder}/mid.ckpt", 5)],
-    )
+    callbacks = [keep, Stop(f"{folder}/mid.ckpt", 5)]
+    trainer = make_trainer(world(), strategy_of(name), folder, callbacks=callbacks)
     trainer.fit(module, Rows())
     trainer.save_checkpoint(f"{folder}/after.ckpt")
     trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
@@ -158,11 +153,9 @@ def train(folder: str, name: str, precision: str = "32-true") -> dict[str, Any]:
     }
 
 
-def resume(path: str, name: str, precision: str = "32-true") -> dict[str, Any]:
+def resume(path: str, name: str) -> dict[str, Any]:
     module = model()
-    trainer = make_trainer(
-        world(), strategy_of(name), "/nowhere", enable_checkpointing=False, precision=precision
-    )
+    trainer = brief(strategy_of(name), 12)
     trainer.fit(module, Rows(), ckpt_path=path)
     return {
         "losses": module.losses,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,17 +58,15 @@ class Everything(nn.Module):
         return self.head(torch.cat([x, self.nothing.expand(0, 6).view(0, *x.shape[1:])]))
 
 
-def build() -> tuple[nn.Module, list[Optimizer]]:
-    """The model and two optimizers, one of them with two groups."""
-    torch.default_generator.manual_seed(0)
-    model = Everything()
+def elements(model: nn.Module) -> list[Optimizer]:
+    """Two optimizers, one of them with two groups."""
     small = [p for p in model.parameters() if p.ndim < 2 and p.requires_grad]
     large = [p for p in model.parameters() if p.ndim >= 2 and p.requires_grad]
     half = len(large) // 2
     groups = [{"params": small, "weight_decay": 0.0}, {"params": large[:half]}]
     adam = torch.optim.AdamW(groups, lr=0.01)
     sgd = torch.optim.SGD(large[half:], lr=0.05, momentum=0.9)
-    return model, [adam, sgd]
+    return [adam, sgd]
 
 
 class Lbfgs(torch.optim.LBFGS):
@@ -113,12 +110,11 @@ OWN_FORMATS = "lookahead", "lookahead of adafactor", "schedulefree"
 """Those whose state dict is not as torch's, for which there is no place in a directory."""
 
 
-def built(name: str) -> tuple[nn.Module, list[Optimizer]]:
+def build(what: str = "elements") -> tuple[nn.Module, list[Optimizer]]:
     """The model, and the optimizers that have this name."""
-    if name not in MIXING:
-        return build()
     torch.default_generator.manual_seed(0)
-    return (model := Everything()), MIXING[name](model)
+    model = Everything()
+    return model, MIXING.get(what, elements)(model)
 
 
 def steps(model: nn.Module, optimizers: list[Optimizer], first: int, count: int) -> list[float]:
@@ -166,8 +162,7 @@ def save_all(folder: str, rows: list[Saved]) -> list[list[float]]:
     """Train, save a file and, if it has a place, a directory, and train on: the losses after."""
     found = []
     for row in rows:
-        build = functools.partial(built, row.what)
-        model, optimizers, engine = shard(row.stage, row.precision, build, shard=row.shard)
+        model, optimizers, engine = shard(row.stage, row.precision, row.what, shard=row.shard)
         with autocast(row.precision):
             steps(model, optimizers, 0, NUM_BEFORE)
         for kind in ("file", "dcp"):
@@ -196,22 +191,18 @@ def save_all(folder: str, rows: list[Saved]) -> list[list[float]]:
 
 def save_plain(path: Path, what: str) -> list[float]:
     """The same by a plain loop."""
-    model, optimizers = built(what)
+    model, optimizers = build(what)
     steps(model, optimizers, 0, NUM_BEFORE)
     states = [optimizer.state_dict() for optimizer in optimizers]
     torch.save({"state_dict": model.state_dict(), "optimizer_states": states}, path)
     return steps(model, optimizers, NUM_BEFORE, NUM_AFTER)
 
 
-def settings(stage: int, precision: str, **more: Any) -> Settings:
-    return Settings(stage=stage, recipe=RECIPES[precision], **more)
-
-
 def shard(
-    stage: int, precision: str, build: Any = build, **more: Any
+    stage: int, precision: str, what: str = "elements", **more: Any
 ) -> tuple[nn.Module, list[Optimizer], Engine]:
-    model, optimizers = build()
-    engine = Engine(model, settings(stage, precision, **more))
+    model, optimizers = build(what)
+    engine = Engine(model, Settings(stage=stage, recipe=RECIPES[precision], **more))
     for optimizer in optimizers:
         engine.adopt(optimizer)
     return model, optimizers, engine
@@ -225,9 +216,8 @@ def resume(reads: list[tuple[str, Saved, int | str, Any]]) -> list[list[float]]:
     """Losses after each: a path, what it has, and stage and copies that read it; "ddp" is DDP."""
     results = []
     for path, row, stage, num_shards in reads:
-        build = functools.partial(built, row.what)
         if stage == "ddp":
-            model, optimizers = build()
+            model, optimizers = build(row.what)
             checkpoint = torch.load(path, weights_only=True)
             model.load_state_dict(checkpoint["state_dict"])
             for optimizer, state in zip(optimizers, checkpoint["optimizer_states"], strict=True):
@@ -235,7 +225,7 @@ def resume(reads: list[tuple[str, Saved, int | str, Any]]) -> list[list[float]]:
             if dist.is_initialized():
                 model = DistributedDataParallel(model, find_unused_parameters=True)
         else:
-            model, optimizers, engine = shard(int(stage), row.precision, build, shard=num_shards)
+            model, optimizers, engine = shard(int(stage), row.precision, row.what, shard=num_shards)
             with torch.no_grad():  # other values than those to come
                 for piece in engine.sharded.pieces:
                     piece.add_(1)
