@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader
@@ -274,43 +275,15 @@ class Player:
 
     def fabric(self, **settings: Any) -> Fabric:
         """Return a launched Fabric over all ranks."""
-        given = {"units": {Block}, **self.way.settings, **settings}
-        ours = (
-            None if self.is_ddp else lightning_zero.fabric.ZeROStrategy(self.way.strategy, **given)
-        )  # type: ignore[arg-type]
-        strategy: Any = ours or self.way.strategy
-        precision: Any = self.way.precision
+        given: Any = {"units": {Block}, **self.way.settings, **settings}
+        stage: Any = self.way.strategy
+        strategy = stage if self.is_ddp else lightning_zero.fabric.ZeROStrategy(stage, **given)
+        how: dict[str, Any] = {"precision": self.way.precision, "devices": self.way.world}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = Fabric(
-                accelerator="cpu", devices=self.way.world, strategy=strategy, precision=precision
-            )
+            made = Fabric(accelerator="cpu", strategy=strategy, **how)
         made.launch()
         return made
-
-
-class _Moments(Callback):
-    """Calls a function in each of some hooks and notes what it returns."""
-
-    def __init__(self, moments: Mapping[str, Callable[..., Any]]) -> None:
-        self.notes: list[Any] = []
-        for hook, use in moments.items():
-            setattr(self, hook, functools.partial(self._note, use))
-
-    def _note(self, use: Callable[..., Any], trainer: Trainer, module: Any, *given: Any) -> None:
-        if (seen := use(module, *given)) is not None:
-            self.notes.append(seen)
-
-
-class _Saves(Callback):
-    """Saves at the end of an epoch."""
-
-    def __init__(self, path: str, at: int) -> None:
-        self.path, self.at = path, at
-
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.current_epoch + 1 == self.at:
-            trainer.save_checkpoint(self.path)
 
 
 def by_trainer(play: Player) -> Trace:
@@ -321,13 +294,22 @@ def by_trainer(play: Player) -> Trace:
     case, path = play.case, play.folder / "mid.ckpt"
 
     def fit(strategy: Any = None, begin: Any = None) -> Trace:
-        moments = _Moments(case.moments)
-        callbacks = [*case.options.get("callbacks", list)(), moments]
-        if case.save_at and begin is None:
-            callbacks.append(_Saves(str(path), case.save_at))
+        notes: list[Any] = []
+
+        def note(use: Callable[..., Any], trainer: Trainer, module: Any, *given: Any) -> None:
+            if (seen := use(module, *given)) is not None:
+                notes.append(seen)
+
+        def save(trainer: Trainer, module: Any) -> None:
+            if trainer.current_epoch + 1 == case.save_at and begin is None:
+                trainer.save_checkpoint(str(path))
+
+        moments = {hook: functools.partial(note, use) for hook, use in case.moments.items()}
+        callbacks = [*case.options.get("callbacks", list)(), LambdaCallback(**moments)]
+        callbacks.append(LambdaCallback(on_train_epoch_end=save))
         trace = play.fit(case.module(), callbacks=callbacks, ckpt_path=begin, strategy=strategy)
-        if moments.notes:
-            trace.notes = [trace.notes, moments.notes]
+        if notes:
+            trace.notes = [trace.notes, notes]
         return trace
 
     trace = fit()
