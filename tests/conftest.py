@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 
@@ -81,21 +82,15 @@ def pytest_configure(config: pytest.Config) -> None:
     each other in loops, and a step of a tiny model takes six times as long.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
-    _let_go_of_locks()
+    # Let no thread that wakes, of this process or of one that it starts, take another's core: while
+    # the thread that holds the lock of a connection waits for its core, which a thread of the peer
+    # has taken, gloo's thread asks for events without a pause: half of the system's time.
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if hasattr(config, "workerinput"):  # they import while tests are collected
         server(0), server(1)
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
-
-
-def _let_go_of_locks() -> None:
-    """Have no thread that wakes, of this process or of one that it starts, take another's core.
-
-    While the thread that holds the lock of a connection waits for its core, which a thread of the
-    peer has taken, gloo's thread asks for events without a pause: half of the system's time.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @pytest.fixture(scope="session")
@@ -120,10 +115,7 @@ def _clean_environment() -> Iterator[None]:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    before = dict(os.environ)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    for name in set(os.environ) - set(before):
-        del os.environ[name]
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()
