@@ -65,18 +65,15 @@ def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
             piece = engine.sharded.piece(value)
             if piece is not None:
                 if id(value) not in values:
-                    part = piece if holds(piece, engine.comm) else piece[:0]
+                    # Of copies, one is written.
+                    holds = engine.comm.is_in_first_copy and not piece.is_copy
+                    part = piece if holds else piece[:0]
                     values[id(value)] = sharded(key, piece, part, engine.comm)
                 state[key] = values[id(value)]
                 continue
         if isinstance(value, Tensor):
             state[key] = value.detach()
     return state
-
-
-def holds(piece: Piece, comm: Communicator) -> bool:
-    """Return whether this rank writes its piece: of copies, one is written."""
-    return comm.is_in_first_copy and not piece.is_copy
 
 
 def sharded(key: str, piece: Piece, part: Tensor, comm: Communicator) -> ShardedValue:

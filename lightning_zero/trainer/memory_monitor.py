@@ -63,7 +63,6 @@ class MemoryMonitor(Callback):
         self.measured: dict[str, dict[str, int]] = {}
         self.times = StepTimes()
         self._most = _zeros()
-        self._is_logged = False
 
     # -- the points ------------------------------------------------------------------------------
 
@@ -105,7 +104,6 @@ class MemoryMonitor(Callback):
             held[_STAGING], self.times = ledger.most_staged, ledger.total_times
         most = self._most[POINTS.index(point)]
         torch.maximum(most, torch.tensor([held.get(kind, 0) for kind in _ROWS]), out=most)
-        self._is_logged = False
 
     # -- what is shown ---------------------------------------------------------------------------
 
@@ -129,12 +127,9 @@ class MemoryMonitor(Callback):
                 },
                 step=trainer.global_step,
             )
-        self._is_logged = True
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._is_logged:
-            self.on_train_epoch_end(trainer, pl_module)
         rank_zero_info(self.text(trainer.world_size))
         if self.report is not None and trainer.is_global_zero:
             self.report.mkdir(parents=True, exist_ok=True)
