@@ -53,6 +53,10 @@ _OF_LIGHTNING = {
 """Arguments of the strategy that are Lightning's, and change no memory."""
 
 
+_HOMES = {"stage", "offload_optimizer", "offload_weights"}
+"""Arguments of the strategy that say what it keeps where."""
+
+
 _PER_HOST = 8
 """Ranks that are assumed to share a host, if there are as many."""
 
@@ -86,6 +90,11 @@ class _Asked(NamedTuple):
         """Return whether an estimate is within the limits, on the device within a ``share``."""
         is_within = self.device is None or one.peak.total <= share * self.device
         return is_within and (self.host is None or self.on_host(one) <= self.host)
+
+    def chose(self, one: Estimate) -> bool:
+        """Return whether an estimate is of the stage and offload that the user has set."""
+        settings, is_set = self.subject.settings, _HOMES & self.given.keys()
+        return bool(is_set) and (one.stage, one.offload) == (settings.stage, settings.offload)
 
     @property
     def room(self) -> float:
@@ -130,7 +139,11 @@ def _given(strategy: Any, more: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(strategy, dict) and not _foreign(strategy):
         given = dict(strategy.get("init_args") or {})
     given = {name: value for name, value in {**given, **more}.items() if name not in _OF_LIGHTNING}
-    return Config.read(given.pop("config", None)).merged(given)
+    config = Config.read(given.pop("config", None))
+    merged = config.merged(given)
+    if not config.is_given and "stage" not in given:
+        del merged["stage"]  # the default, which nobody has set
+    return merged
 
 
 def _settings(given: dict[str, Any]) -> Settings:
@@ -166,11 +179,17 @@ def run_estimate(options: argparse.Namespace) -> int:
 
 
 def _advice(asked: _Asked, found: list[Estimate]) -> list[str]:
-    """Return lines on what to train with: the first that fits, or else what would."""
+    """Return lines on what to train with: as it is set, or what fits first, or else what would.
+
+    Offloads of the table that are not set are among what would.
+    """
+    chosen = [one for one in found if asked.chose(one)]
+    found = [one for one in found if one.offload is None or one in chosen] or found
     least = min(found, key=lambda one: one.peak.total)
     if asked.device is None and asked.host is None:
-        return [f"{_named(least)} needs least: {_need(asked, least)}.", _to_write(asked, least)]
-    fit = [one for one in found if asked.fits(one)]
+        one, needs = (chosen[0], "needs") if chosen else (least, "needs least:")
+        return [f"{_named(one)} {needs} {_need(asked, one)}.", _to_write(asked, one)]
+    fit = [one for one in (*chosen, *found) if asked.fits(one)]
     roomy = [one for one in fit if asked.fits(one, asked.room)]
     if fit:
         one = roomy[0] if roomy else min(fit, key=lambda one: one.peak.total)
@@ -185,7 +204,7 @@ def _advice(asked: _Asked, found: list[Estimate]) -> list[str]:
         lines += [f"not: {_named(one)}", f"    {_need(asked, one)}"]
     if not any(code for _, code in others):
         lines.insert(0, "Nothing fits. Use more ranks, larger devices or a smaller micro-batch.")
-    return [*lines, f"Of the table below nothing fits: {wide}"]
+    return [*lines, f"Otherwise nothing fits: {wide}"]
 
 
 def _others(asked: _Asked, ranks: int) -> Iterator[tuple[Estimate, str]]:
@@ -219,18 +238,26 @@ def _need(asked: _Asked, one: Estimate) -> str:
     missing = [] if one.has_units else ["gathered weights"]
     missing += [] if one.has_activations else ["activations"]
     what, ranks = " and ".join(missing), one.world_size // asked.nodes(one.world_size)
-    of = "" if asked.device is None else f" of {format_bytes(asked.device)}"
-    least = f"{'at least ' if what else ''}{format_bytes(one.peak.total)}{of} per rank"
+    least = "at least " if what else ""
+    least += _among(one.peak.total, " per rank", asked.device, "a device has")
     parts = [f"{least}, before {what}" if what else least]
     if not one.peak.total:
         parts = [f"only {what}"]
     if one.offload is not None:
-        of = "" if asked.host is None else f" of {format_bytes(asked.host)}"
-        each = f" for {ranks} ranks" if ranks > 1 else ""
-        parts = [f"device: {parts[0]}", f"host: {format_bytes(asked.on_host(one))}{of}{each}"]
+        of_ranks = f" for {ranks} ranks" if ranks > 1 else ""
+        host = _among(asked.on_host(one), of_ranks, asked.host, "it has")
+        parts = [f"device: {parts[0]}", f"host: {host}"]
     if size := sum(one.disk.values()) * ranks:
         parts.append(f"files: {format_bytes(size)}")
     return "; ".join(parts)
+
+
+def _among(count: int, whose: str, limit: int | None, has: str) -> str:
+    """Return a number of bytes, with the limit if there is one."""
+    if limit is None or count > limit:
+        more = "" if limit is None else f" ({has} {format_bytes(limit)})"
+        return f"{format_bytes(count)}{whose}{more}"
+    return f"{format_bytes(count)} of {format_bytes(limit)}{whose}"
 
 
 def _to_write(asked: _Asked, found: Estimate) -> str:
@@ -251,8 +278,7 @@ def _strategy(given: dict[str, Any], found: Estimate) -> str:
     homes = {} if found.offload is None else {
         "offload_optimizer": found.offload.optimizer, "offload_weights": found.offload.weights
     }  # fmt: skip
-    is_own = {"stage", "offload_optimizer", "offload_weights"}
-    others = {name: value for name, value in given.items() if name not in is_own}
+    others = {name: value for name, value in given.items() if name not in _HOMES}
     others = {name: value for name, value in others.items() if value not in (None, "subprocess")}
     if found.stage < 3:
         others = {name: value for name, value in others.items() if name not in OF_STAGE_3}

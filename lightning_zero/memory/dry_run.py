@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.engine import checkpoint_activations
-from lightning_zero.plan import Recipe, UnitSpec, cut_of, set_cut, stays_whole
-from lightning_zero.tensors import rewrapped, tensors_in
+from lightning_zero.plan import Recipe, UnitSpec, cut_of, set_cut
+from lightning_zero.tensors import tensors_in
 
 Step = Callable[[nn.Module, Any], Tensor]
 
@@ -66,50 +66,17 @@ class Event(NamedTuple):
     now: int = 0
 
 
-def in_order(specs: Sequence[UnitSpec]) -> Iterator[Event]:
-    """Yield the events of a step that runs the units in the order of registration.
-
-    The root's gradients come first: they are then held longest, so no other order holds more.
-    """
-    *inner, root = specs
-
-    def grads(spec: UnitSpec) -> Iterator[Event]:
-        for flat in spec.flat_parameters:
-            yield from (Event(Kind.GRAD, name) for name, p in flat.named if p.requires_grad)
-
-    for spec in inner:
-        yield Event(Kind.FORWARD, spec.name)
-        yield Event(Kind.FORWARD_END, spec.name)
-    yield Event(Kind.LOSS)
-    yield from grads(root)
-    ended: list[Event] = []
-    for spec in reversed(inner):
-        # A unit's outputs are the next one's inputs, and its hooks on them were registered first.
-        yield Event(Kind.BACKWARD, spec.name)
-        yield from ended
-        yield from grads(spec)
-        ended = [Event(Kind.BACKWARD_END, spec.name)]
-    yield from ended
-    yield Event(Kind.END)
-
-
-def meta_copy(
-    module: nn.Module, dtype_of: Callable[[Tensor], torch.dtype] | None = None
-) -> nn.Module:
-    """Return a copy of ``module`` with parameters and buffers on ``meta``; no data is copied.
+def copy_with(module: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Return a copy of ``module`` with ``make`` of each parameter and buffer; ties stay ties.
 
     Modules and plain containers in their attributes are new, all other attributes are shared, as
-    not all can be copied. Hooks and the Trainer are left out. ``dtype_of`` returns the dtype for a
-    parameter or buffer; by default each keeps its own.
+    not all can be copied. Hooks and the Trainer are left out.
     """
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        bare = rewrapped(tensor.detach(), functools.partial(torch.empty_like, device="meta"))
-        if dtype_of is not None and not stays_whole(tensor):
-            bare = bare.to(dtype_of(tensor))
-        memo[id(tensor)] = bare
+        memo[id(tensor)] = made = make(tensor)
         if isinstance(tensor, Parameter):
-            memo[id(tensor)] = own = Parameter(bare, tensor.requires_grad)
+            memo[id(tensor)] = own = Parameter(made, tensor.requires_grad)
             set_cut(own, cut_of(tensor))
     copied: nn.Module = _renewed(module, memo)
     return copied
@@ -133,14 +100,8 @@ def _renewed(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, MethodType) and id(value.__self__) in memo:
         return MethodType(value.__func__, memo[id(value.__self__)])
     if type(value) in (dict, OrderedDict):
-        memo[id(value)] = made = type(value)()
-        made.update((key, _renewed(item, memo)) for key, item in value.items())
-        return made
-    if type(value) in (list, deque):
-        memo[id(value)] = made = type(value)()
-        made.extend(_renewed(item, memo) for item in value)
-        return made
-    if type(value) in (set, tuple):
+        return type(value)((key, _renewed(item, memo)) for key, item in value.items())
+    if type(value) in (list, tuple, set, deque):
         return type(value)(_renewed(item, memo) for item in value)
     return value
 
@@ -171,31 +132,38 @@ class Microbatch:
         return self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
 
     def events(self, module: nn.Module, specs: Sequence[UnitSpec], *, is_cast: bool) -> list[Event]:
-        """Return the events of a step of ``module``, a :func:`meta_copy` that is consumed.
+        """Return the events of a step of a copy of ``module``; the root's spec is last.
 
-        The root's spec is last. Forward sees weights in the precision's dtype if ``is_cast``, else
-        in their own, as under DDP. Without a batch, units run in the order of registration.
+        Forward sees weights in the precision's dtype if ``is_cast``, else in their own, as under
+        DDP.
         """
-        if self.batch is None:
-            return list(in_order(specs))
         dtypes = {
             id(p): flat.plan.weight.dtype
             for spec in specs
             for flat in spec.flat_parameters
             for _, p in flat.named
+            if is_cast
         }
+
+        def fake(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+            dtype = dtype or dtypes.get(id(tensor), tensor.dtype)
+            shape, stride = tensor.shape, tensor.stride()
+            return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
+
         log, default = _Log(), torch.get_default_dtype()
         torch.set_default_dtype(self.dtype or default)
         try:
             with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
                 warnings.simplefilter("ignore")
-                _fake_tensors(module, dtypes if is_cast else {}, self.device)
-                batch = tree_map_only(
-                    Tensor, lambda t: _fake_of(t, self.dtype_of(t), self.device), self.batch
-                )
-                log.live.ignore((*module.parameters(), *module.buffers()))
+                copied = copy_with(module, fake)
+                for child in copied.modules():
+                    if isinstance(getattr(child, "_device", None), torch.device):
+                        # Modules of Lightning and torchmetrics store it besides their tensors.
+                        child._device = self.device  # type: ignore[assignment]
+                batch = tree_map_only(Tensor, lambda t: fake(t, self.dtype_of(t)), self.batch)
+                log.live.ignore((*copied.parameters(), *copied.buffers()))
                 log.live.follow(tree_leaves(batch))
-                self._run(module, batch, [spec for spec in specs if spec.name], log)
+                self._run(copied, batch, [spec.name for spec in specs if spec.name], log)
         except Exception as error:
             raise ValueError(
                 f"{type(module).__name__} does not run on tensors without data, so its activations"
@@ -206,11 +174,12 @@ class Microbatch:
             torch.set_default_dtype(default)
         return log.events
 
-    def _run(self, module: nn.Module, batch: Any, units: Sequence[UnitSpec], log: _Log) -> None:
+    def _run(self, module: nn.Module, batch: Any, units: Sequence[str], log: _Log) -> None:
         """Run forward and backward while ``log`` records the events."""
-        checkpoint_activations(self.checkpointing, module, [u.module for u in units])
-        for unit in units:
-            log.listen(unit.name, unit.module)
+        modules = {name: module.get_submodule(name) for name in units}
+        checkpoint_activations(self.checkpointing, module, [*modules.values()])
+        for name, unit in modules.items():
+            log.listen(name, unit)
         log.listen_to_grads(module)
         module.train()
         half = self.recipe.autocast
@@ -355,30 +324,6 @@ def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
     for value in values:
         if isinstance(value, Tensor) and value.layout is torch.strided:
             yield value.untyped_storage()
-
-
-def _fake_tensors(
-    module: nn.Module, dtypes: Mapping[int, torch.dtype], device: torch.device
-) -> None:
-    """Replace the module's tensors by fake ones, keeping ties; ``dtypes`` are by parameter id."""
-    made: dict[int, Parameter] = {}
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                if id(parameter) not in made:
-                    fake = _fake_of(parameter, dtypes.get(id(parameter), parameter.dtype), device)
-                    made[id(parameter)] = Parameter(fake, parameter.requires_grad)
-                child._parameters[name] = made[id(parameter)]
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                child._buffers[name] = _fake_of(buffer, buffer.dtype, device)
-        if isinstance(getattr(child, "_device", None), torch.device):
-            # Modules of Lightning and torchmetrics store a device besides their tensors.
-            child._device = device  # type: ignore[assignment]
-
-
-def _fake_of(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
 
 
 def first_line(error: Exception) -> str:

@@ -6,15 +6,16 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_zero.comm import pretended_mesh
-from lightning_zero.memory.dry_run import Event, Microbatch, Step, meta_copy
+from lightning_zero.memory.dry_run import Event, Microbatch, Step, copy_with
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
-from lightning_zero.memory.walk import KINDS, RESTING, Snapshot, StateOf, UnitTerms, Walk
+from lightning_zero.memory.walk import KINDS, RESTING, Snapshot, StateOf, UnitTerms, Walk, in_use
 from lightning_zero.parameters import make_local
 from lightning_zero.plan import (
     RECIPES,
@@ -23,13 +24,14 @@ from lightning_zero.plan import (
     Settings,
     derived_class,
     specify_units,
+    stays_whole,
     strategy_arguments,
     whole_tensors,
 )
-from lightning_zero.tensors import bytes_held, tensors_in
+from lightning_zero.tensors import bytes_held, rewrapped, tensors_in
 
 _META = torch.device("meta")
-OF_STAGE_3 = ("reshard_after_forward",)
+OF_STAGE_3 = ("reshard_after_forward", "prefetch")
 """Settings that apply to stage 3 only."""
 _SHORT = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 """Precisions by the short names that the Trainer takes, too."""
@@ -168,7 +170,7 @@ class ModelPlan:
                 model_or_numel, 1, bias=False, device=_META, dtype=dtype
             )
         else:
-            self.module = meta_copy(_built(model_or_numel), self.microbatch.dtype_of)
+            self.module = copy_with(_built(model_or_numel), self._on_meta)
         self.settings = settings
         parameters = list(self.module.parameters())
         self.num_parameters = sum(parameter.numel() for parameter in parameters)
@@ -183,6 +185,10 @@ class ModelPlan:
     def has_activations(self) -> bool:
         """Return whether there is a batch to count activations with."""
         return self.microbatch.batch is not None
+
+    def _on_meta(self, tensor: Tensor) -> Tensor:
+        bare = rewrapped(tensor.detach(), partial(torch.empty_like, device="meta"))
+        return bare if stays_whole(tensor) else bare.to(self.microbatch.dtype_of(tensor))
 
     def describe(self) -> str:
         """Return the model, its size, precision, optimizers and batch in one line."""
@@ -246,20 +252,24 @@ class ModelPlan:
             units.append(UnitTerms.of(spec.name, flats, own, state_of))
         rests = sum((unit.rests for unit in units), Counter(buffers=self._buffers))
         still = {kind: rests[kind] for kind in KINDS}
-        if not self.has_units:
-            units, still["unreduced"] = [replace(unit, gathered=0) for unit in units], 0
-        elif not stage:
+        if self.has_units and not stage:
             still["unreduced"] = rests["gradients"]  # in the buckets that are sent
-        events = self.events(is_cast=stage > 0) if self.has_units else []
-        walk = Walk(events, units, still, settings, keeps_whole=keeps_whole, adds=adds)
-        snapshots = [*walk.parts, Snapshot("", "rest", still)]
+        snapshots, most = [], Counter[str]()
+        if self.has_activations:
+            events = self.events(is_cast=stage > 0)
+            walk = Walk(events, units, still, settings, keeps_whole=keeps_whole, adds=adds)
+            snapshots, most = walk.parts, walk.most
+        elif self.has_units and stage:
+            used = in_use(units, settings, keeps_whole=keeps_whole)
+            snapshots = [Snapshot("", "use", {**still, **used})]
         if self.has_units and stage and (stepped := self._states.stepped(own, num_shards)):
-            snapshots.insert(-1, Snapshot("", "step", {**still, "gathered": stepped}))
+            snapshots.append(Snapshot("", "step", {**still, "gathered": stepped}))
+        snapshots.append(Snapshot("", "rest", still))
         for snapshot in snapshots:
-            walk.most |= Counter(snapshot.kinds)
+            most |= Counter(snapshot.kinds)
         return Estimate(
             stage, world_size, self.precision, self.num_parameters, self.has_units,
-            self.has_activations, tuple(snapshots), {kind: walk.most[kind] for kind in KINDS},
+            self.has_activations, tuple(snapshots), {kind: most[kind] for kind in KINDS},
             rests, self.nbytes, offload=offload, is_on_host=self.device.type == "cpu"
             and (offload is None or offload.is_mapped(self.device)),
         )  # fmt: skip
@@ -298,9 +308,8 @@ class ModelPlan:
         """Return the events of a step, as in :meth:`Microbatch.events`."""
         is_cast &= self.microbatch.recipe.weight is not None  # else a step is the same under DDP
         if is_cast not in self._events:
-            module = meta_copy(self.module)
-            specs = specify_units(module, self._at(3))
-            self._events[is_cast] = self.microbatch.events(module, specs, is_cast=is_cast)
+            specs = specify_units(self.module, self._at(3))
+            self._events[is_cast] = self.microbatch.events(self.module, specs, is_cast=is_cast)
         return self._events[is_cast]
 
 

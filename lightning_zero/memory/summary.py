@@ -12,7 +12,7 @@ import torch
 from lightning_zero.engine import Engine
 from lightning_zero.memory.report import format_bytes
 from lightning_zero.memory.states import OptimizerStates
-from lightning_zero.memory.walk import UnitTerms
+from lightning_zero.memory.walk import UnitTerms, in_use
 from lightning_zero.plan import whole_tensors
 from lightning_zero.tensors import bytes_held, without_draws
 
@@ -38,7 +38,7 @@ def summary(engine: Engine, checkpoint: str, ranks_on_host: int) -> str:
     first, *others = counted or [""]
     steps = [step for step in (first, "; ".join(others)) if step]
     rows = [
-        ("units", units),
+        ("model", units),
         *_memory(engine, ranks_on_host),
         *(("optimizer", step) for step in steps),
         ("checkpoint", checkpoint),
@@ -65,10 +65,7 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     }
     at_rest = rests.total() - sum(away.values())
     what = "between steps" if engine.sharded.optimizers else "of weights"
-    *inner, root = (unit.gathered for unit in units)
-    at_once = max if engine.sharded.settings.reshard_after_forward else sum
-    in_use = root + at_once([*inner, 0]) + max(unit.partial for unit in units)
-    peak = format_bytes(at_rest + in_use)
+    peak = format_bytes(at_rest + sum(in_use(units, engine.sharded.settings).values()))
     found = f"{format_bytes(at_rest)} {what}, peak {peak} + {missing}"
     held = engine.sharded.memory()
     on_host = sum(held.values()) if device.type == "cpu" else 0

@@ -101,7 +101,27 @@ class UnitTerms:
         return terms
 
 
-_LABELS = {"rest": "at rest", "step": "in the optimizer's step"}
+def in_use(
+    units: Sequence[UnitTerms], settings: Settings, *, keeps_whole: bool = False
+) -> dict[str, int]:
+    """Return the most bytes of whole weights and gradients if units run in order of registration.
+
+    The root's are there all the time, and gradients of two units; with ``keeps_whole`` of all.
+    """
+    *inner, root = units
+    at_once = max(2, 1 + settings.prefetch) if settings.reshard_after_forward else len(units)
+    windows = [inner[first : first + at_once] for first in range(len(inner))]
+    following = [*inner[1:], UnitTerms("")]
+    pairs = [one.partial + other.in_flight for one, other in zip(inner, following, strict=False)]
+    return {
+        "gathered": root.gathered + max((sum(u.gathered for u in w) for w in windows), default=0),
+        "unreduced": sum(unit.partial for unit in units)
+        if keeps_whole
+        else root.partial + max(pairs, default=0),
+    }
+
+
+_LABELS = {"rest": "at rest", "step": "in the optimizer's step", "use": "in forward or backward"}
 
 
 @dataclass
@@ -110,8 +130,8 @@ class Snapshot:
 
     Attributes:
         unit: The unit that runs; the root's is ``""``.
-        phase: ``"forward"``, ``"backward"``, ``"rest"``, or ``"step"`` if the optimizer's step
-            takes memory for whole parameters.
+        phase: ``"forward"`` and ``"backward"``, or ``"use"`` without a batch; ``"rest"``; and
+            ``"step"`` if the optimizer's step takes memory for whole parameters.
         kinds: Bytes by kind, at the instant of the largest total.
     """
 

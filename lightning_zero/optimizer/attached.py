@@ -9,10 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten
 
 METHODS = ("train", "eval", "load_state_dict", "zero_grad", "state_dict", "__getstate__")
 """The methods of an optimizer that do more while an engine steps it."""
@@ -59,18 +56,6 @@ def _nothing() -> None:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a param group: all but its members and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def is_equal(one: Any, other: Any) -> bool:
-    """Return whether two values, or containers of them, are equal and of the same dtypes."""
-    (leaves, form), (others, other_form) = tree_flatten(one), tree_flatten(other)
-    return form == other_form and all(map(_is_same, leaves, others))
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    return one is other or (type(one) is type(other) and bool(one == other))
 
 
 # -- functions in place of methods -----------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
 from lightning_zero.optimizer.attached import METHODS, Removable, put_around, with_inner
-from lightning_zero.optimizer.known import Way, may_step_in_batches
+from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import FindPiece, held_by, is_whole_state, pieces_of_groups
 from lightning_zero.optimizer.steppers import Stepper, stepper_of, take_over
 from lightning_zero.optimizer.unit_step import UnitStep
@@ -72,8 +72,6 @@ class OptimizerHooks:
         self._comm, self._choices = comm, choices
         self._stepper = by_unit or Stepper(optimizer)
         self.verdict = self._judge(optimizer)
-        if by_unit is not None and not may_step_in_batches(optimizer):
-            by_unit.step_at_once()
         if self.verdict.way is not Way.BY_ELEMENT:
             self._stepper = WholeStep(optimizer, self.verdict.way, comm)
         take_over(optimizer, find_piece, self._stepper, comm)
@@ -297,18 +295,15 @@ class OptimizerHooks:
     def _zero_grad(
         self, _: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``zero_grad``; within a step, too, on the parameters of all pieces.
+        """Call ``zero_grad``, after all pieces' gradients are dropped if it drops all.
 
-        This rank's piece may be empty or stepped elsewhere.
+        It then need not visit each parameter. Within a step it sees what is stepped here, but not
+        what is stepped elsewhere.
         """
         drops = kwargs.get("set_to_none", args[0] if args else True)
-        if not self._is_under_way:
-            if drops and getattr(method, "__func__", None) is Optimizer.zero_grad:
-                drop(self._pieces)  # without visiting each parameter
-            return method(*args, **kwargs)
-        if self.verdict.way is Way.ALL_AT_ONCE or not drops:
-            return method(*args, **kwargs)
-        with self._stepper.showing_members():
-            result = method(*args, **kwargs)
-        self._stepper.follow_gradients()
-        return result
+        drops_all = getattr(method, "__func__", None) is Optimizer.zero_grad
+        if self._is_under_way:
+            drops_all = self.verdict.way is not Way.ALL_AT_ONCE
+        if drops and drops_all:
+            drop(self._pieces)
+        return method(*args, **kwargs)

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-import torch
 from torch.optim import Optimizer
 
 
@@ -74,18 +73,6 @@ _COARSER_WITH: dict[str, dict[tuple[str, bool], Way]] = {
     "torchao": {("bf16_stochastic_round", True): Way.ALL_AT_ONCE},
 }
 """Options of a package's classes, and their values, with which they step in a coarser way."""
-
-_FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
-"""Classes that are stepped fused on CPUs by default.
-
-Not SGD, whose fused step there leaves most of a 16-bit parameter unchanged, and fails if some
-parameters have momentum and others do not yet.
-"""
-
-
-def may_be_fused(optimizer: Optimizer) -> bool:
-    """Return whether a class steps by the same numbers, in one pass, with ``fused=True``."""
-    return type(optimizer) in _FUSED
 
 
 class Known(NamedTuple):

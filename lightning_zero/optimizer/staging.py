@@ -45,7 +45,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Communicator, require_room
-from lightning_zero.optimizer.pieces import is_of_elements, with_entries
+from lightning_zero.optimizer.pieces import is_of_elements, parameter_of, with_entries
 from lightning_zero.optimizer.toys import state_bytes
 from lightning_zero.optimizer.unit_step import Part, UnitStep
 from lightning_zero.parameters import Piece
@@ -185,7 +185,6 @@ class FileStep(UnitStep):
 
     @override
     def take(self, pieces: Sequence[Piece]) -> None:
-        super().take(pieces)
         kinds: dict[Any, list[Piece]] = {}
         for piece in pieces:
             if piece.numel() and not piece.plan.stays and piece not in self._files:
@@ -205,8 +204,12 @@ class FileStep(UnitStep):
 
     def _num_entries(self, pieces: Sequence[Piece], dtype: torch.dtype) -> int:
         """Return how many entries the states of some pieces will have."""
-        groups = [group for group, own in self.in_groups(pieces) if own]
-        sizes = [state_bytes(self.optimizer, group, dtype) for group in groups]
+        wanted = {id(piece.parameter) for piece in pieces}
+        sizes = [
+            state_bytes(self.optimizer, group, dtype)
+            for group in self.optimizer.param_groups
+            if not wanted.isdisjoint(map(id, map(parameter_of, group["params"])))
+        ]
         return max((size.num_entries(dtype) for size in sizes), default=0)
 
     @override

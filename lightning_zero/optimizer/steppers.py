@@ -24,7 +24,7 @@ optimizer that steps all at once has the module's parameters, and states as unde
 
 from __future__ import annotations
 
-import copy
+import io
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -38,8 +38,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.comm import Communicator, Shards, SyncPoint
-from lightning_zero.optimizer.attached import OfOptimizer, bare, is_equal, with_inner
+from lightning_zero.comm import Communicator, SyncPoint
+from lightning_zero.optimizer.attached import OfOptimizer, bare, with_inner
 from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import (
     FindPiece,
@@ -52,7 +52,6 @@ from lightning_zero.optimizer.pieces import (
     with_entries,
 )
 from lightning_zero.parameters import Piece
-from lightning_zero.tensors import rewrapped
 
 
 class Stepper(OfOptimizer):
@@ -214,15 +213,6 @@ class Stepper(OfOptimizer):
                 self.show()
 
     @contextmanager
-    def showing_members(self) -> Iterator[None]:
-        """Enter a context, within a step, in which the groups hold the module's parameters."""
-        put_members(self.optimizer, self._parameters)
-        try:
-            yield
-        finally:
-            put_members(self.optimizer, self._held)
-
-    @contextmanager
     def copied(self) -> Iterator[None]:
         """Enter a context in which states are whole copies, in plain dictionaries; a collective."""
         states = self._states
@@ -255,9 +245,6 @@ class Stepper(OfOptimizer):
 
     def end(self) -> None:
         """Store the results of that call."""
-
-    def follow_gradients(self) -> None:
-        """Drop gradients of what is stepped that code within the step has dropped."""
 
     def remove(self) -> None:
         """Restore the param groups after a run, or a step that an exception ended."""
@@ -487,11 +474,7 @@ class WholeStates(MutableMapping[Any, Any]):
         wholes, self._wholes, self._known = self._wholes, {}, None
         for piece, state in wholes.values():
             before = self._part(piece)
-            if not stepper.keeps_state_of(piece) or (before is None and not state):
-                continue
-            cut = state if stepper.is_whole else cut_state(state, piece)
-            # An equal one stays, as it is where it rests, in the dtype that the optimizer chose.
-            if before is None or not is_equal(before, cut):
+            if stepper.keeps_state_of(piece) and (state or before is not None):
                 self.parts[stepper.member(piece)] = stepper.part_of(state, piece)
 
     # -- copies ----------------------------------------------------------------------------------
@@ -509,14 +492,9 @@ class WholeStates(MutableMapping[Any, Any]):
         whole.update({key: value for key, value in self.parts.items() if id(key) not in found})
         return whole
 
-    def _plain(self) -> Any:
-        return self.parts if self._stepper.is_hidden else self.copied()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._plain(), memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._plain().__reduce_ex__(protocol)
+        plain = self.parts if self._stepper.is_hidden else self.copied()
+        return plain.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         kind = type(self._stepper.optimizer).__name__
@@ -524,35 +502,22 @@ class WholeStates(MutableMapping[Any, Any]):
 
 
 def _from_owner(mine: Any, piece: Piece, comm: Communicator) -> Any:
-    """Return a copy of the state that one rank of each copy has; a collective.
-
-    Tensors are brought one at a time: each rank holds no more than the state, and one of them.
-    """
-    control, sends = comm.control, mine is not None and comm.is_in_first_copy
-    inside: list[Tensor] = []  # of tensors that wrap others, what they wrap
-
-    def noted(tensor: Tensor) -> Tensor:
-        inside.append(tensor.detach())
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    form = tree_map_only(Tensor, partial(rewrapped, change=noted), mine) if sends else None
-    devices = [tensor.device.type for tensor in inside]
-    found = [one for one in control.gather_objects((form, devices) if sends else None) if one]
-    if not found:
+    """Return a copy of the state that one rank of each copy has; a collective."""
+    sent, device = io.BytesIO(), piece.parameter.device
+    if mine is not None and comm.is_in_first_copy:
+        torch.save(owned(mine), sent)
+    if not (size := max(comm.control.gather_objects(sent.tell()))):
         return None
-    form, devices = found[0]
-    values, kinds = iter(inside), iter(devices)
+    buffer = torch.zeros(size, dtype=torch.uint8, device=comm.device)
+    if sent.tell():
+        buffer.copy_(torch.frombuffer(sent.getbuffer(), dtype=torch.uint8))
+    comm.control.sum(buffer, "an exchange of values")
 
-    def brought(like: Tensor) -> Tensor:
-        own, kind = next(values, None), next(kinds)
-        buffer = torch.zeros(like.nbytes, dtype=torch.uint8, device=comm.device)
-        if own is not None and like.nbytes:
-            buffer.copy_(own.reshape(-1).contiguous().view(torch.uint8))
-        control.sum(buffer, "an exchange of values")
-        value = buffer.view(like.dtype).reshape(like.shape)
-        return value.to("cpu" if kind == "cpu" else piece.parameter.device)
+    def where_it_was(storage: Any, place: str) -> Any:
+        return storage if place == "cpu" else storage.to(device=device)
 
-    return tree_map_only(Tensor, partial(rewrapped, change=brought), form)
+    received = io.BytesIO(buffer.cpu().numpy().tobytes())
+    return torch.load(received, map_location=where_it_was, weights_only=False)
 
 
 @dataclass(frozen=True)
@@ -567,7 +532,7 @@ def _from_parts(mine: Any, piece: Piece, comm: Communicator) -> Any:
 
     What has no number per element is a copy of this rank's, or else of another's.
     """
-    slot, axis, own = piece.range.slot, comm.mesh.shard, piece.detach()
+    slot, ranks, own = piece.range.slot, comm.mesh.shard.ranks, piece.detach()
     values: list[Tensor] = []
 
     def noted(key: str, value: Any) -> Any:
@@ -578,28 +543,20 @@ def _from_parts(mine: Any, piece: Piece, comm: Communicator) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     form = with_entries(mine, noted) if isinstance(mine, Mapping) else owned(mine)
-    sent = tree_map_only(Tensor, Tensor.cpu, form)
-    of_ranks = comm.control.gather_objects((piece.range.start, piece.range.stop, sent))
-    of_copy = [of_ranks[rank] for rank in axis.ranks]
-    held = [state for *_, state in of_copy if state is not None]
-    form = held[0] if mine is None and held else form
+    of_ranks = comm.control.gather_objects(tree_map_only(Tensor, Tensor.cpu, form))
+    if mine is None:
+        form = next((of_ranks[rank] for rank in ranks if of_ranks[rank] is not None), None)
     if not isinstance(form, Mapping):
         return form
-    most, left = max(stop - start for start, stop, _ in of_copy), iter(values)
+    left = iter(values)
 
     def whole(_: str, value: Any) -> Any:
         if not isinstance(value, _Elements):
             return value
-        itemsize = value.dtype.itemsize
-        flat = torch.empty(slot.numel, dtype=value.dtype, device=piece.parameter.device)
-        if most:
-            part = torch.zeros(most * itemsize, dtype=torch.uint8, device=comm.device)
-            if (own_part := next(left, None)) is not None:
-                part[: len(own_part)].copy_(own_part)
-            parts = part.new_empty(axis.size * len(part))
-            comm.transport.gather(parts, Shards(part), unit="full", tag=0).wait()
-            for (start, stop, _), row in zip(of_copy, parts.chunk(axis.size), strict=True):
-                flat[start:stop].view(torch.uint8).copy_(row[: (stop - start) * itemsize])
-        return flat.as_strided(slot.shape, slot.stride)
+        flat = next(left, torch.empty(0, dtype=torch.uint8))
+        if slot.numel:
+            parts = comm.parts_of_ranks(flat)
+            flat = torch.cat([parts[rank] for rank in ranks]).to(piece.parameter.device)
+        return flat.view(value.dtype).as_strided(slot.shape, slot.stride)
 
     return with_entries(form, whole)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -32,13 +33,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.comm import Ledger
-from lightning_zero.optimizer.known import may_be_fused
-from lightning_zero.optimizer.pieces import is_of_elements, parameter_of, with_entries
+from lightning_zero.optimizer.known import may_step_in_batches
+from lightning_zero.optimizer.pieces import is_of_elements, with_entries
 from lightning_zero.optimizer.steppers import Stepper
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import numel_at_a_time
 
-_NOT_BY_FUSED_SGD = frozenset([torch.bfloat16, torch.float16])
+_HALF = frozenset([torch.bfloat16, torch.float16])
+# Not SGD, whose fused step fails if some parameters have momentum and others do not yet.
+_FUSED = frozenset([torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
 
 
 class Part(NamedTuple):
@@ -88,7 +91,8 @@ class UnitStep(Stepper):
         super().__init__(optimizer)
         self.batches: list[list[Part]] = []
         self._ledger = ledger
-        self._is_at_once = False
+        # Else batches may not give the same numbers.
+        self._is_at_once = not may_step_in_batches(optimizer)
         self._under_way: Generator[None, None, None] | None = None
 
     @property
@@ -96,72 +100,32 @@ class UnitStep(Stepper):
     def steps_before_call(self) -> bool:
         return bool(self.batches)
 
-    def step_at_once(self) -> None:
-        """Step all members in the user's own call: batches may not give the same numbers."""
-        self._is_at_once = True
+    def _to_fuse(self) -> list[tuple[dict[str, Any], bool]]:
+        """Return the groups to step with another ``fused`` on the CPU, each with that.
 
-    def in_groups(self, pieces: Sequence[Piece]) -> list[tuple[dict[str, Any], list[Piece]]]:
-        """Return the param groups, each with those of ``pieces`` that it holds."""
-        found = {id(piece.parameter): piece for piece in pieces}
-        keys = [
-            (group, map(id, map(parameter_of, group["params"])))
-            for group in self.optimizer.param_groups
-        ]
-        return [(group, [found[key] for key in own if key in found]) for group, own in keys]
-
-    @override
-    def take(self, pieces: Sequence[Piece]) -> None:
-        """Note the pieces that the optimizer holds.
-
-        Raises:
-            ValueError: Torch would step some of them wrongly on the host.
-        """
-        for group, own in self.in_groups(pieces):
-            stepped = map(self.stepped_as, own)
-            on_host = {one.dtype for one in stepped if one.device.type == "cpu"}
-            is_sgd = isinstance(self.optimizer, torch.optim.SGD)
-            if is_sgd and group.get("fused") and on_host & _NOT_BY_FUSED_SGD:
-                raise ValueError(
-                    "These parameters are stepped on the CPU, where torch's SGD with fused=True"
-                    " leaves most of a 16-bit parameter unchanged. Remove fused=True, or train in"
-                    " mixed precision."
-                )
-
-    def _groups_to_fuse(self) -> list[dict[str, Any]]:
-        """Return the groups to step fused on the CPU: those that can be and are not set otherwise.
-
-        That is one pass over their memory; torch's default on a CPU makes one per operation.
+        A fused step is one pass over memory; torch's default on a CPU makes one per operation.
         """
         optimizer, found = self.optimizer, []
-        for group in optimizer.param_groups if may_be_fused(optimizer) else ():
-            is_unset = group.get("fused") is None and group.get("foreach") is None
-            # Not every fused step takes a learning rate in a tensor, and none complex numbers.
-            can_be = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
+        for group in optimizer.param_groups:
             held = [self.found.get(id(p), p) for p in group["params"] if p.requires_grad]
             stepped = [self.stepped_as(p) if isinstance(p, Piece) else p for p in held]
-            if (
-                is_unset
-                and can_be
-                and all(one.device.type == "cpu" and one.is_floating_point() for one in stepped)
-            ):
-                found.append(group)
+            on_host = {one.dtype for one in stepped if one.device.type == "cpu"}
+            is_unset = group.get("fused") is None and group.get("foreach") is None
+            # Not every fused step takes a learning rate in a tensor, and none complex numbers.
+            can_be = not group.get("differentiable") and not isinstance(group.get("lr"), Tensor)
+            can_be &= all(one.device.type == "cpu" and one.is_floating_point() for one in stepped)
+            if type(optimizer) in _FUSED and is_unset and can_be:
+                found.append((group, True))
+            elif isinstance(optimizer, torch.optim.SGD) and group.get("fused") and on_host & _HALF:
+                found.append((group, False))  # it would leave most of a 16-bit parameter unchanged
         return found
 
     # -- states ----------------------------------------------------------------------------------
 
     @override
     def kept(self, state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
-        """Return a copy of a piece's state where states rest.
-
-        Entries with a number per element get the piece's dtype, as torch loads them.
-        """
-
-        def rest(key: str, value: Any) -> Any:
-            if is_of_elements(key, value, piece) and value.is_floating_point():
-                value = value.to(piece.dtype) if piece.is_floating_point() else value
-            return self.rest(key, value, piece)
-
-        return with_entries(state, rest)
+        """Return a copy of a piece's state where states rest."""
+        return with_entries(state, partial(self.rest, piece=piece))
 
     def rest(self, key: str, value: Any, piece: Piece) -> Any:
         """Return a copy of an entry of a piece's state where it rests.
@@ -225,7 +189,8 @@ class UnitStep(Stepper):
         """Step batch by batch, the last one while this generator waits."""
         began, optimizer = perf_counter(), self.optimizer
         groups, states = optimizer.param_groups, optimizer.state
-        members, fused = [[*group["params"]] for group in groups], self._groups_to_fuse()
+        members = [[*group["params"]] for group in groups]
+        fused = [(group, group["fused"], new) for group, new in self._to_fuse()]
         # What has no gradient is not stepped.
         batches = [[part for part in each if part.piece.grad is not None] for each in self.batches]
         batches = [batch for batch in batches if batch] or [[]]
@@ -235,8 +200,8 @@ class UnitStep(Stepper):
         step = getattr(step, "__wrapped__", step)
         lent: dict[Parameter, Parameter] = {}
         try:
-            for group in fused:
-                group["fused"] = True
+            for group, _, new in fused:
+                group["fused"] = new
             with contextlib.closing(self.brought(batches)) as brought:
                 for number, batch in enumerate(brought):
                     # Not before: if memory is lacking, the step may be tried again.
@@ -260,8 +225,8 @@ class UnitStep(Stepper):
                 states.pop(stand_in, None)
             for group, held in zip(groups, members, strict=False):  # a group may be new
                 group["params"][:] = held
-            for group in fused:
-                group["fused"] = None
+            for group, before, _ in fused:
+                group["fused"] = before
         if self._ledger is not None:
             self._ledger.spend("stepping", perf_counter() - began)
 
@@ -295,7 +260,7 @@ class UnitStep(Stepper):
     def describe(self, reason: str) -> str:
         name = type(self.optimizer).__name__
         unset = " It is stepped with fused=True, as neither fused nor foreach is set."
-        fused = unset if self._groups_to_fuse() else ""
+        fused = unset if any(new for _, new in self._to_fuse()) else ""
         return f"{name}: element-wise, sharded; its states rest in {self.place}.{fused}"
 
 
@@ -324,7 +289,6 @@ class RoundedStep(UnitStep):
 
     @override
     def take(self, pieces: Sequence[Piece]) -> None:
-        super().take(pieces)
         of_units: dict[int, list[Part]] = {}
         for piece in pieces:
             if piece.dtype is torch.bfloat16:

@@ -66,12 +66,10 @@ class Whole:
         self.has_grad = False
         self.member: Parameter = piece.parameter
         if owner is not None:
+            shape = (0,) * max(len(piece.whole_shape), 1)
             with lasting_tensors():
-                self.member = Parameter(self._placeholder(), requires_grad=False)
-
-    def _placeholder(self) -> Tensor:
-        piece, num_dims = self.piece, max(len(self.piece.whole_shape), 1)
-        return torch.empty((0,) * num_dims, dtype=piece.dtype, device=piece.device)
+                nothing = torch.empty(shape, dtype=piece.dtype, device=piece.device)
+                self.member = Parameter(nothing, requires_grad=False)
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes of what ``rank`` sends of the master, or of the gradient."""
@@ -100,11 +98,9 @@ class Whole:
 
     def fill(self, data: Tensor, grad: Tensor | None) -> None:
         """Fill the parameter with its whole master and gradient."""
-        if self.owner is None:
-            self._lent = Lent(self.member, data, grad)
-            return
-        self.member.data, self.member.grad = data, grad
-        self.member.requires_grad_(self.piece.requires_grad)
+        if self.owner is not None:
+            self.member.requires_grad_(self.piece.requires_grad)
+        self._lent = Lent(self.member, data, grad)
 
     def parts(self, whole: Tensor) -> list[Tensor]:
         """Return each rank's part of a whole tensor."""
@@ -135,17 +131,12 @@ class Whole:
 
     def release(self) -> None:
         """Free the memory of a step."""
-        if self.owner is None:
-            lent, self._lent = self._lent, None
-            if lent is not None:
-                is_dropped = self.has_grad and self.member.grad is None
-                lent.end()
-                if is_dropped:
-                    drop([self.piece])
-            return
-        self.member.requires_grad_(False)
-        self.member.grad = None
-        self.member.data = self._placeholder()
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            is_dropped = self.owner is None and self.has_grad and self.member.grad is None
+            lent.end()
+            if is_dropped:
+                drop([self.piece])
 
 
 class WholeStep(Stepper):
@@ -268,12 +259,6 @@ class WholeStep(Stepper):
         totals = [*map(sum, sizes)]
         received = torch.split(self._transport.exchange(buffer, given, totals, self._axis), totals)
         return [iter(torch.split(each, own)) for each, own in zip(received, sizes, strict=True)]
-
-    @override
-    def follow_gradients(self) -> None:
-        for whole in self._wholes.values():
-            if not whole.piece.gradients.averaged[whole.piece.place]:
-                whole.member.grad = None
 
     @override
     def remove(self) -> None:

@@ -71,8 +71,9 @@ What would fit: Trainer(strategy="zero3_nvme", devices=1), after import lightnin
 or: Trainer(strategy="zero3", devices=8), after import lightning_zero
     at least 14.0 GB of 24.0 GB per rank, before gathered weights and activations
 not: zero3_offload on 1 rank
-    device: only gathered weights and activations; host: 112 GB of 64.0 GB
-Of the table below nothing fits: ddp on 1 rank needs at least 112 GB of 24.0 GB per rank, before""",
+    device: only gathered weights and activations; host: 112 GB (it has 64.0 GB)
+Otherwise nothing fits: ddp on 1 rank needs at least 112 GB per rank (a device has 24.0 GB), before\
+ gathered weights and activations.""",
         ),
         (
             "7B --ranks 1 --device-memory 24GB --host-memory 128GB",
@@ -90,7 +91,7 @@ or: Trainer(strategy="zero3_nvme", devices=8), after import lightning_zero
     device: only gathered weights and activations; host: 280 GB for 8 ranks; files: 840 GB
 or: Trainer(strategy="zero3", devices=8, num_nodes=4), after import lightning_zero
     at least 35.0 GB of 80.0 GB per rank, before gathered weights and activations
-Of the table below nothing fits: zero3 on 8 ranks needs at least 140 GB of 80.0 GB per rank""",
+Otherwise nothing fits: zero3 on 8 ranks needs at least 140 GB per rank (a device has 80.0 GB)""",
         ),
         (
             "1B --ranks 2",
@@ -213,7 +214,14 @@ def test_command_reads_what_a_configuration_gives_the_strategy(capsys: Any, tmp_
     )
     code, out, _ = run(capsys, str(config), "--optimizer", "sgd", "--stages", "3")
     assert code == 0
+    assert out.startswith("zero3_nvme on 2 ranks needs device: ")
     assert "zero3_nvme, 2 ranks" in out
+    code, out, _ = run(
+        capsys, str(config), "--optimizer", "sgd", "--set", "stage=2", "prefetch=3",
+        "offload_optimizer=None", "offload_weights=None", "--device-memory", "1TB",
+    )  # fmt: skip
+    assert out.startswith("zero2 on 2 ranks: ")
+    assert out.splitlines()[1].startswith('Trainer(strategy="zero2", devices=2')
 
 
 def test_command_on_a_hugging_face_configuration(capsys: Any, tmp_path: Path) -> None:
@@ -312,7 +320,7 @@ def test_command_predicts_offload(capsys: Any) -> None:
     )  # fmt: skip
     assert code == 0
     assert "zero2_offload, 8 ranks  zero3_offload, 8 ranks  zero3_nvme, 8 ranks" in out
-    assert out.startswith("zero3_offload on 8 ranks: device: only gathered weights and")
+    assert out.startswith('What would fit: Trainer(strategy="zero3_offload", devices=8')
     assert re.search(r"^host peak .* 5.00 GB$", out, re.MULTILINE)
 
 

@@ -202,3 +202,17 @@ def test_states_that_exceed_a_limit_of_memory_train_from_files(
     """Weights and states are 430 MB, gradients 144, and what is gathered comes on top."""
     assert ranks(1).run(limited, str(tmp_path)) == [""]
     assert "memory" in ranks(1).run(limited, None)[0]
+
+
+def test_sgd_steps_all_of_a_16_bit_parameter_on_the_host(tmp_path: Path) -> None:
+    """Torch's fused step would leave most of it unchanged."""
+    half = nn.Linear(64, 64).bfloat16()
+    before = half.weight.detach().clone()
+    engine = shard(half, recipe=RECIPES["bf16-true"], **offload(3, str(tmp_path)))
+    optimizer = torch.optim.SGD(half.parameters(), 0.5, fused=True)
+    engine.adopt(optimizer)
+    half(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    engine.close()
+    assert bool((half.weight < before).all())
+    assert optimizer.param_groups[0]["fused"] is True

@@ -109,7 +109,7 @@ def _told(is_together: bool) -> list[str]:
 def test_a_run_is_summed_up_once(ranks: Pools) -> None:
     ((told,), second) = ranks(2).run(_told, True)
     assert second == []
-    assert told.startswith("ZeRO stage 3 over 2 ranks\n  units       6 units, ")
+    assert told.startswith("ZeRO stage 3 over 2 ranks\n  model       6 units, ")
     assert "\n  optimizer   AdamW: element-wise, sharded\n" in told
     (first, second) = ranks(2).run(_told, False)
     assert second == []

@@ -69,7 +69,7 @@ def test_a_run_is_summed_up_once_by_rank_0(ranks: Pools) -> None:
     summary, optimizer = first
     head, *rows = summary.splitlines()
     assert head == "ZeRO stage 3 over 2 ranks"
-    assert [row[:14] for row in rows] == ["  units       ", "  per rank    ", "  checkpoint  "]
+    assert [row[:14] for row in rows] == ["  model       ", "  per rank    ", "  checkpoint  "]
     assert "4 units, 246 parameters; the largest, root, has 84" in rows[0]
     assert "of weights" in rows[1]
     assert optimizer == "AdamW: element-wise, sharded"
