@@ -26,7 +26,6 @@ from lightning_zero.optimizer import (
     state_bytes,
     stepper_of,
     verdict_of,
-    whole_state_bytes,
 )
 from lightning_zero.plan import cut_of, whole_shape
 
@@ -60,15 +59,13 @@ class OptimizerStates:
         Raises:
             ValueError: An optimizer cannot be stepped in shards, or its states are unpredictable.
         """
-        states, wholes = self._states, {id(p) for p in self._stepped_whole(rank, num_shards)}
+        states, here = self._states, {id(p) for p in self._stepped_whole(rank, num_shards)}
 
         def nbytes(parameter: Parameter, numel: int) -> int:
-            state = states.get(id(parameter))
-            if state is None or not parameter.requires_grad:
+            if id(parameter) not in states or not parameter.requires_grad:
                 return 0
-            if isinstance(state, StateBytes):
-                return state.of(numel)
-            return state if id(parameter) in wholes else 0
+            size, whole = states[id(parameter)]
+            return size.of(numel if whole is None else whole * (id(parameter) in here))
 
         return nbytes
 
@@ -113,25 +110,21 @@ class OptimizerStates:
                 )
 
     @cached_property
-    def _states(self) -> dict[int, StateBytes | int]:
-        """Each parameter's state bytes: per element, or in total if it is stepped whole."""
-        found: dict[int, StateBytes | int] = {}
-        known: dict[Any, StateBytes | int] = {}
+    def _states(self) -> dict[int, tuple[StateBytes, int | None]]:
+        """The size of each parameter's state, with its elements if it is stepped whole."""
+        found: dict[int, tuple[StateBytes, int | None]] = {}
+        known: dict[Any, StateBytes] = {}
         for optimizer, way, held in self._held:
             rest = iter(held)
             for group in optimizer.param_groups:
                 options = str({key: value for key, value in group.items() if key != "params"})
                 for own in itertools.islice(rest, len(group["params"])):
-                    shape = () if way is Way.BY_ELEMENT else whole_shape(own, own.shape)
+                    whole = None if way is Way.BY_ELEMENT else whole_shape(own, own.shape)
                     dtype = self._dtypes.get(id(own)) or own.dtype
-                    key = type(optimizer), options, dtype, shape
+                    key = type(optimizer), options, dtype, whole
                     if key not in known:
-                        known[key] = (
-                            state_bytes(optimizer, group, dtype)
-                            if way is Way.BY_ELEMENT
-                            else whole_state_bytes(optimizer, group, shape, dtype)
-                        )
-                    found[id(own)] = known[key]
+                        known[key] = state_bytes(optimizer, group, dtype, whole)
+                    found[id(own)] = known[key], None if whole is None else math.prod(whole)
         return found
 
 

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -76,8 +77,6 @@ class Stepper(OfOptimizer):
         self.pieces: list[Piece] = []
         self.found: dict[int, Piece] = {}
         self.is_hidden = self.is_lent = False
-        self._held: dict[int, Parameter] = {}
-        self._parameters: dict[int, Parameter] = {}
         self._states: WholeStates | None = None
 
     @property
@@ -147,14 +146,11 @@ class Stepper(OfOptimizer):
 
         The states of new ones are still those of their whole parameters.
         """
-        new = {p: held for p, held in pieces.items() if id(p.parameter) not in self._held}
+        new = {p: held for p, held in pieces.items() if id(p.parameter) not in self.found}
         self.pieces += new
-        put = {id(held): self.member(piece) for piece, held in new.items()}
         for piece in new:
-            parameter, member = piece.parameter, self.member(piece)
-            self._held[id(parameter)], self._parameters[id(member)] = member, parameter
-            self.found |= {id(parameter): piece, id(member): piece}
-        put_members(self.optimizer, put)
+            self.found |= {id(piece.parameter): piece, id(self.member(piece)): piece}
+        put_members(self.optimizer, self.found, self.member)
         self.take_states(new)
 
     def take_states(self, held: Mapping[Piece, Parameter]) -> None:
@@ -177,7 +173,7 @@ class Stepper(OfOptimizer):
         optimizer, states = self.optimizer, self._states
         if not self.is_hidden or states is None:
             return
-        put_members(optimizer, self._parameters)
+        put_members(optimizer, self.found, attrgetter("parameter"))
         states.parts = optimizer.state  # torch makes a new dictionary when it loads states
         self._put(states.parts, states)
         self.is_hidden = False
@@ -187,7 +183,7 @@ class Stepper(OfOptimizer):
         optimizer, states = self.optimizer, self._states
         if self.is_hidden or states is None:
             return
-        put_members(optimizer, self._held)
+        put_members(optimizer, self.found, self.member)
         self.is_hidden = True
         states.take_back()
         if optimizer.state is states:
@@ -316,12 +312,10 @@ def take_over(
         raise ValueError(ENDED.format(kind=type(optimizer).__name__))
     before.check()
     before.hide()
-    put_members(optimizer, {id(before.member(old)): new.parameter for old, new in taken})
+    put_members(optimizer, before.found, attrgetter("parameter"))
     for old, new in taken:
-        state, device = (
-            optimizer.state.pop(before.member(old), None),
-            stepper.stepped_as(new).device,
-        )
+        state = optimizer.state.pop(before.member(old), None)
+        device = stepper.stepped_as(new).device
         if isinstance(state, Mapping):
             moved = with_entries(state, partial(_moved, device))
             optimizer.state[stepper.member(new)] = stepper.kept(moved, new)
@@ -503,21 +497,20 @@ class WholeStates(MutableMapping[Any, Any]):
 
 def _from_owner(mine: Any, piece: Piece, comm: Communicator) -> Any:
     """Return a copy of the state that one rank of each copy has; a collective."""
-    sent, device = io.BytesIO(), piece.parameter.device
+    sent, here = io.BytesIO(), piece.parameter.device
     if mine is not None and comm.is_in_first_copy:
         torch.save(owned(mine), sent)
-    if not (size := max(comm.control.gather_objects(sent.tell()))):
+    found = [one for one in comm.control.gather_objects((sent.tell(), here)) if one[0]]
+    if not found:
         return None
+    ((size, there),) = found
     buffer = torch.zeros(size, dtype=torch.uint8, device=comm.device)
     if sent.tell():
         buffer.copy_(torch.frombuffer(sent.getbuffer(), dtype=torch.uint8))
     comm.control.sum(buffer, "an exchange of values")
-
-    def where_it_was(storage: Any, place: str) -> Any:
-        return storage if place == "cpu" else storage.to(device=device)
-
+    places: Any = {there: here, str(there): str(here)}  # of wrappers, and of what they wrap
     received = io.BytesIO(buffer.cpu().numpy().tobytes())
-    return torch.load(received, map_location=where_it_was, weights_only=False)
+    return torch.load(received, map_location=places, weights_only=False)
 
 
 @dataclass(frozen=True)

@@ -209,40 +209,42 @@ class StateBytes(NamedTuple):
         return -(-self.per_element // dtype.itemsize)
 
 
-def state_bytes(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> StateBytes:
-    """Return the size of a parameter's state, by stepping a toy."""
-    toy = Parameter(torch.zeros(_TOY_NUMEL, dtype=dtype))
-    tensors = _tensors_of(optimizer, group, toy)
-    per_element = sum(value.element_size() for value in tensors if value.shape == toy.shape)
-    return StateBytes(per_element, sum(bytes_held(v) for v in tensors if v.shape != toy.shape))
-
-
-def whole_state_bytes(
-    optimizer: Optimizer, group: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
-) -> int:
-    """Return the size of the state of a parameter that is stepped whole, in bytes.
+def state_bytes(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    whole: Sequence[int] | None = None,
+) -> StateBytes:
+    """Return the size of a parameter's state by stepping a toy, of its shape if stepped whole.
 
     Raises:
         ValueError: Only the optimizer's real steps can tell.
     """
-    try:
-        meta = Parameter(torch.empty(tuple(shape), dtype=dtype, device="meta"))
-        return sum(bytes_held(value) for value in _tensors_of(optimizer, group, meta))
-    except Exception:
-        # It reads values, which a small toy has. The toy's sizes can be told apart.
-        small = [min(size, other) for size, other in zip(shape, _PRIMES, strict=False)]
-    sizes = {math.prod(small): math.prod(shape), **dict(zip(small, shape, strict=False))}
-    try:
-        tensors = _tensors_of(optimizer, group, Parameter(torch.ones(small, dtype=dtype)))
-    except Exception as error:
+    shape = (24,) if whole is None else tuple(whole)
+    # On meta a toy is as large as the parameter. If values are read, a small one has some; its
+    # sizes can be told apart.
+    small = tuple(map(min, shape, _PRIMES))
+    for device, size in (("meta", shape), ("cpu", small)):
+        toy = Parameter(torch.ones(size, dtype=dtype, device=device))
+        try:
+            tensors = _tensors_of(optimizer, group, toy)
+            break
+        except Exception as error:
+            failed = error
+    else:
         kind = type(bare(optimizer)).__name__
         raise ValueError(
-            f"The size of {kind}'s state cannot be predicted ({error}); MemoryMonitor measures it."
-        ) from error
-    return sum(
-        math.prod(sizes.get(size, size) for size in value.shape) * value.element_size()
-        for value in tensors
-    )
+            f"The size of {kind}'s state cannot be predicted ({failed}); MemoryMonitor measures it."
+        ) from failed
+    full = {math.prod(size): math.prod(shape), **dict(zip(size, shape, strict=True))}
+    per_element = per_parameter = 0
+    for value in tensors:
+        if value.shape == toy.shape and not is_wrapper(value):
+            per_element += value.element_size()
+        else:
+            numel = math.prod(full.get(length, length) for length in value.shape)
+            per_parameter += bytes_held(value) * numel // max(value.numel(), 1)
+    return StateBytes(per_element, per_parameter)
 
 
 def _tensors_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:
@@ -263,6 +265,5 @@ def _tensors_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) 
     return [leaf for leaf in tree_leaves(dict(copied.state[toy])) if isinstance(leaf, Tensor)]
 
 
-_TOY_NUMEL = 24
 # Sizes of a small toy: large enough for optimizers that factor only large matrices.
 _PRIMES = (131, 137, 139, 149, 151, 157, 163, 167)

@@ -23,8 +23,8 @@ from lightning_zero.memory import estimate
 from lightning_zero.optimizer import (
     UnitStep,
     Way,
+    state_bytes,
     verdict_of,
-    whole_state_bytes,
 )
 from lightning_zero.optimizer.known import known_class, known_way
 from lightning_zero.optimizer.toys import stepping_toys
@@ -373,7 +373,7 @@ def test_a_class_whose_step_was_replaced_is_not_tried(step: Any) -> None:
     with mock.patch.object(torch.optim.AdamW, "step", step):
         assert verdict_of(optimizer).way is Way.ALL_AT_ONCE
         with pytest.raises(ValueError, match="a `step` that was replaced"):
-            whole_state_bytes(optimizer, optimizer.param_groups[0], (3, 2), torch.float32)
+            state_bytes(optimizer, optimizer.param_groups[0], torch.float32)
     assert verdict_of(optimizer).way is Way.BY_ELEMENT
 
 
