@@ -72,46 +72,6 @@ def test_what_rests_where(
     assert found.host_peak == (sum(found.host.values()) if host else found.peak.total)
 
 
-def test_what_does_not_move_is_as_before() -> None:
-    for precision in ("32-true", "bf16-mixed"):
-        here = estimate(P, world_size=N, precision=precision)
-        away = estimate(P, "zero3_nvme", world_size=N, precision=precision)
-        everywhere = [away.resting, away.host, away.disk]
-        for kind, count in here.resting.items():
-            assert sum(kinds[kind] for kinds in everywhere) == count
-
-
-ROWS = 640
-"""Elements of a unit below; with two ranks a shard has half of them, without padding."""
-
-
-def chain() -> nn.Module:
-    """Four units, the second twice as large, and a root without parameters."""
-    widths = (5, 10, 5, 5)
-    return nn.Sequential(*[nn.Linear(128, width, bias=False) for width in widths])
-
-
-def test_frozen_weights_go_with_the_weights() -> None:
-    def frozen() -> nn.Module:
-        model = chain()
-        model[0].requires_grad_(False)
-        return model
-
-    plain, states = (
-        estimate(
-            frozen,
-            Settings(2, units=(nn.Linear,), offload=offload),
-            world_size=2,
-            precision="bf16-mixed",
-        )
-        for offload in (None, Offload("cpu"))
-    )
-    shard = ROWS // 2
-    assert plain.resting["master"] == 4 * 5 * shard
-    assert states.resting["master"] == 4 * shard
-    assert states.host["master"] == 4 * 4 * shard
-
-
 def test_a_bad_offload_is_named() -> None:
     for change, message in (
         ({"offload": Offload(weights="nvme")}, "weights rest beside their masters"),

@@ -4,16 +4,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
-import prodigyopt
 import pytest
 import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Control
 from lightning_zero.optimizer import kept_states, members, stepper_of
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
@@ -86,61 +83,6 @@ def test_states_live_with_the_owner_only(ranks: Pools) -> None:
     for *_, notice in found:
         assert "Muon mixes the elements of a parameter" in notice
         assert "by parameter" in notice
-
-
-def most_bytes_of_a_lookup(cls: Any, name: str) -> tuple[int, int]:
-    """Return the largest message that is padded to that of one rank, and a state's bytes."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    engine = shard(model, stage=3)
-    optimizer = cls(matrices(model), lr=0.02)
-    engine.adopt(optimizer)
-    model(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-    with mock.patch.object(
-        Control, "_gather_bytes", autospec=True, side_effect=Control._gather_bytes
-    ) as gather:
-        states = [optimizer.state[p][name] for p in matrices(model)]
-    sizes = [call.args[2] for call in gather.call_args_list]
-    engine.close()
-    assert [state.shape for state in states] == [(64, 64)] * 2
-    return max(sizes), states[0].nbytes
-
-
-@pytest.mark.parametrize(
-    ("cls", "name"), [(torch.optim.Muon, "momentum_buffer"), (torch.optim.Adam, "exp_avg")]
-)
-def test_a_lookup_takes_no_more_memory_than_the_state(ranks: Pools, cls: Any, name: str) -> None:
-    for most, nbytes in ranks(2).run(most_bytes_of_a_lookup, cls, name):
-        assert most < nbytes / 4
-
-
-def bytes_of_a_step() -> tuple[int, str]:
-    """Return the bytes of whole masters and gradients, and of what arrives, in a step."""
-    model = Model()
-    engine = shard(model, stage=3)
-    optimizer = prodigyopt.Prodigy(model.parameters())
-    engine.adopt(optimizer)
-    notice = engine.steps[-1]
-    loss_of(model, engine.comm.control.rank, 0).backward()
-    seen: list[int] = []
-
-    def look(*_: Any) -> None:
-        for p in optimizer.param_groups[0]["params"]:
-            assert p.grad is not None
-            seen.append(p.untyped_storage().nbytes() + p.grad.untyped_storage().nbytes())
-
-    Optimizer.register_step_pre_hook(optimizer, look)
-    exchange = engine.comm.transport.exchange
-    with mock.patch.object(engine.comm.transport, "exchange", side_effect=exchange) as sent:
-        optimizer.step()
-    seen += [sum(call.args[2]) for call in sent.call_args_list]
-    engine.close()
-    return sum(seen), notice
-
-
-def test_the_notice_counts_all_bytes_of_a_step(ranks: Pools) -> None:
-    for used, notice in ranks(2).run(bytes_of_a_step):
-        assert f"with messages {used:,} bytes" in notice
 
 
 def closures(make: Callable[[nn.Module], Optimizer], world: int, stage: int | None) -> Any:
