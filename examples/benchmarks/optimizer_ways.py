@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.optimizer import Way
-from lightning_zero.optimizer.known import known_way, table
+from lightning_zero.optimizer.known import TABLE, known_way
 
 STEPS = 12
 SHAPES: list[tuple[int, ...]] = [(6, 4), (5,), (3, 5), (4,), (2, 3, 2, 2), (160, 144)]
@@ -36,7 +36,8 @@ NOT_ALGORITHMS = ("maximize", "capturable", "differentiable", "foreach", "fused"
 
 def classes() -> Iterator[tuple[str, type[Optimizer], Way]]:
     """Yield the classes of the table that are installed, with their names and ways."""
-    for package, way, name in table():
+    rows = ((p, w, name) for p, ways in TABLE.items() for w in ways for name in ways[w].split())
+    for package, way, name in rows:
         if importlib.util.find_spec(package.split(".")[0]) is None:
             continue
         cls = getattr(importlib.import_module(package), name, None)

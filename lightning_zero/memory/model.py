@@ -402,13 +402,9 @@ def estimate(
             raise ValueError(
                 f"Activations are not counted with tensor_parallel_size={size}. Remove `batch`."
             )
-        if isinstance(model_or_numel, int):
-            raise ValueError(
-                f"tensor_parallel_size={size} cuts a model that is known. Pass the model instead of"
-                " a number of parameters."
-            )
-        settings = replace(settings, tensor_parallel_size=1)
-        model_or_numel = _part_of(model_or_numel, rank, world_size, size)
+        if not isinstance(model_or_numel, int):
+            settings = replace(settings, tensor_parallel_size=1)
+            model_or_numel = _part_of(model_or_numel, rank, world_size, size)
     plan = ModelPlan(
         model_or_numel, settings, precision=precision, optimizer=optimizer, batch=batch, step=step,
         device=torch.device(device),

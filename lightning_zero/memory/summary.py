@@ -58,7 +58,7 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
         units = terms_of(engine)
     except Exception:  # toys run the user's code, whose errors must not end the run
         units, missing = terms_of(engine, counts_states=False), "activations and states"
-    rests = _rests(engine, units)
+    rests = resting(engine, units)
     away = {
         word: sum(count for row, count in rests.items() if row.startswith(f"{word} "))
         for word in ("host", "disk")
@@ -79,22 +79,17 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     return rows
 
 
-def resting(engine: Engine) -> Counter[str]:
+def resting(engine: Engine, units: Iterable[UnitTerms]) -> Counter[str]:
     """Return this rank's bytes from the first step on, between steps, by kind and medium.
 
-    Without optimizers these are the weights. Kinds are those of ``ShardedModel.memory``. Optimizers
-    step toys for the bytes of their states.
+    Without optimizers these are the weights. Kinds are those of ``ShardedModel.memory``.
     """
-    return _rests(engine, terms_of(engine))
-
-
-def _rests(engine: Engine, units: Iterable[UnitTerms]) -> Counter[str]:
     buffers = sum(map(bytes_held, whole_tensors(engine.sharded.module)))
     return sum((unit.rests for unit in units), Counter({"buffers": buffers}))
 
 
 def terms_of(engine: Engine, *, counts_states: bool = True) -> list[UnitTerms]:
-    """Return the terms of an engine's units."""
+    """Return the terms of an engine's units; optimizers step toys for the bytes of states."""
     sharded, axis = engine.sharded, engine.comm.mesh.shard
     dtypes = {id(p): flat.plan.master.dtype for flat in sharded.flats for p in flat.parameters}
     states = OptimizerStates(sharded.optimizers if counts_states else [], dtypes=dtypes)

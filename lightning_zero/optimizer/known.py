@@ -6,7 +6,7 @@ installed packages. A class in no row is tried on toy parameters (``watch.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ class Way(Enum):
 CHOICES = {"element": Way.BY_ELEMENT, "parameter": Way.BY_PARAMETER, "model": Way.ALL_AT_ONCE}
 """The ways by the words of the setting ``optimizer_step``."""
 
-_TABLE: dict[str, dict[Way, str]] = {
+TABLE: dict[str, dict[Way, str]] = {
     "torch.optim": {
         Way.BY_ELEMENT: "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
         Way.BY_PARAMETER: "Adafactor Muon",
@@ -88,7 +88,7 @@ def known_class(cls: type) -> Known | None:
     A subclass that overrides nothing but its constructor steps as its base does.
     """
     while issubclass(cls, Optimizer):
-        for package, ways in _TABLE.items():
+        for package, ways in TABLE.items():
             if cls.__module__ == package or cls.__module__.startswith(f"{package}."):
                 found = (way for way, names in ways.items() if cls.__name__ in names.split())
                 return next((Known(package, way) for way in found), None)
@@ -145,10 +145,3 @@ def may_step_in_batches(optimizer: Optimizer) -> bool:
 def wraps_states(cls: type) -> bool:
     """Return whether a class is known to keep states in tensors that wrap others."""
     return (known := known_class(cls)) is not None and known.package == "torchao"
-
-
-def table() -> Iterator[tuple[str, Way, str]]:
-    """Yield the package, way and name of every class."""
-    for package, ways in _TABLE.items():
-        for way, names in ways.items():
-            yield from ((package, way, name) for name in names.split())

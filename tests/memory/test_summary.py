@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.memory import explained_memory, summary
-from lightning_zero.memory.summary import free_of_host, of_device, resting
+from lightning_zero.memory.summary import free_of_host, of_device, resting, terms_of
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Blocks
 from tests.oracle.projects import Regression, make_trainer, rows
@@ -43,7 +43,7 @@ def _foretold(stage: int, optimizer: str, precision: str) -> tuple[Any, Any, lis
     for one in optimizers:
         engine.adopt(one)
     lines = summary(engine, "a plain file", 2).splitlines()
-    foretold = resting(engine)
+    foretold = resting(engine, terms_of(engine))
     half = torch.autocast("cpu", enabled=precision == "bf16-mixed")
     for _ in range(2):
         with half:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import pytorch_optimizer
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.optimizer import kept_states, members, stepper_of
+from lightning_zero.optimizer import kept_states, members
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import shard, whole
 
@@ -146,33 +145,3 @@ def test_an_optimizer_is_freed_with_its_states() -> None:
     del optimizer, engine
     gc.collect()
     assert held() is None
-
-
-class Showing(pytorch_optimizer.Lookahead):
-    """Writes values of its parameters into a format of its own."""
-
-    def state_dict(self) -> Any:
-        members = self.param_groups[0]["params"]
-        return {
-            "values": [p.detach().clone() for p in members],
-            "sum": sum(p.sum() for p in members),
-        }
-
-
-def values_in_a_format_of_its_own() -> None:
-    model = Model()
-    engine = shard(model, stage=3)
-    with engine.sharded.gathered():
-        optimizer = Showing(torch.optim.SGD(model.parameters(), lr=0.1))
-    engine.adopt(optimizer)
-    loss_of(model, 0, 0).backward()
-    optimizer.step()
-    saved = stepper_of(optimizer).state_dict()
-    expected = list(whole(engine).values())
-    assert all(map(torch.equal, saved["values"], expected))
-    assert torch.equal(saved["sum"], sum(value.sum() for value in expected))
-    engine.close()
-
-
-def test_a_format_of_its_own_may_have_values_of_parameters(ranks: Pools) -> None:
-    ranks(2).run(values_in_a_format_of_its_own)

@@ -46,7 +46,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import lightning_zero
 from lightning_zero import ZeROStrategy
-from lightning_zero.memory.summary import resting
+from lightning_zero.memory.summary import resting, terms_of
 from tests.oracle.models import Block
 from tests.oracle.parity import differences
 from tests.oracle.projects import WAYS, Noted, Trace, make_trainer, rows, wired
@@ -345,7 +345,7 @@ class _Rests(Callback):
             return
         engine = trainer.strategy.engine
         try:
-            expected = resting(engine)
+            expected = resting(engine, terms_of(engine))
         except ValueError:
             return  # only steps tell how much the optimizer keeps
         held = engine.sharded.memory()
