@@ -111,8 +111,12 @@ def in_use(
     *inner, root = units
     at_once = max(2, 1 + settings.prefetch) if settings.reshard_after_forward else len(units)
     windows = [inner[first : first + at_once] for first in range(len(inner))]
-    following = [*inner[1:], UnitTerms("")]
-    pairs = [one.partial + other.in_flight for one, other in zip(inner, following, strict=False)]
+    following = [*inner[1:], UnitTerms("")][: len(inner)]
+    pairs = [
+        # What leaves the device does so beside what arrived before it.
+        one.partial + other.in_flight + 2 * other.leaving
+        for one, other in zip(inner, following, strict=True)
+    ]
     return {
         "gathered": root.gathered + max((sum(u.gathered for u in w) for w in windows), default=0),
         "unreduced": sum(unit.partial for unit in units)

@@ -22,7 +22,7 @@ from lightning_zero.checkpoint import module_state, optimizer_state
 from lightning_zero.comm import StepTimes
 from lightning_zero.engine import Engine
 from lightning_zero.optimizer import kept_states, staging
-from lightning_zero.plan import Offload
+from lightning_zero.plan import RECIPES, Offload
 from lightning_zero.tensors import Scratch
 from tests.oracle.models import MODELS
 from tests.oracle.ranks import Pools
