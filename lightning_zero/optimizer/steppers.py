@@ -546,10 +546,9 @@ def _from_parts(mine: Any, piece: Piece, comm: Communicator) -> Any:
     def whole(_: str, value: Any) -> Any:
         if not isinstance(value, _Elements):
             return value
-        flat = next(left, torch.empty(0, dtype=torch.uint8))
-        if slot.numel:
-            parts = comm.parts_of_ranks(flat)
-            flat = torch.cat([parts[rank] for rank in ranks]).to(piece.parameter.device)
+        part = next(left, torch.empty(0, dtype=torch.uint8))
+        parts = comm.control.gather_objects(part.cpu())
+        flat = torch.cat([parts[rank] for rank in ranks]).to(piece.parameter.device)
         return flat.view(value.dtype).as_strided(slot.shape, slot.stride)
 
     return with_entries(form, whole)
