@@ -525,7 +525,7 @@ def _from_parts(mine: Any, piece: Piece, comm: Communicator) -> Any:
 
     What has no number per element is a copy of this rank's, or else of another's.
     """
-    slot, ranks, own = piece.range.slot, comm.mesh.shard.ranks, piece.detach()
+    slot, own = piece.range.slot, piece.detach()
     values: list[Tensor] = []
 
     def noted(key: str, value: Any) -> Any:
@@ -536,19 +536,18 @@ def _from_parts(mine: Any, piece: Piece, comm: Communicator) -> Any:
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     form = with_entries(mine, noted) if isinstance(mine, Mapping) else owned(mine)
-    of_ranks = comm.control.gather_objects(tree_map_only(Tensor, Tensor.cpu, form))
+    of_ranks = comm.control.gather_objects(tree_map_only(Tensor, Tensor.cpu, (form, values)))
+    of_copy = [of_ranks[rank] for rank in comm.mesh.shard.ranks]
     if mine is None:
-        form = next((of_ranks[rank] for rank in ranks if of_ranks[rank] is not None), None)
+        form = next((other for other, _ in of_copy if other is not None), None)
     if not isinstance(form, Mapping):
         return form
-    left = iter(values)
+    parts = iter([*zip(*(held for _, held in of_copy if held), strict=True)])
 
     def whole(_: str, value: Any) -> Any:
         if not isinstance(value, _Elements):
             return value
-        part = next(left, torch.empty(0, dtype=torch.uint8))
-        parts = comm.control.gather_objects(part.cpu())
-        flat = torch.cat([parts[rank] for rank in ranks]).to(piece.parameter.device)
+        flat = torch.cat(next(parts)).to(piece.parameter.device)
         return flat.view(value.dtype).as_strided(slot.shape, slot.stride)
 
     return with_entries(form, whole)
