@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero.parameters import put_values
 from lightning_zero.tensors import internals, properties
 from tests.oracle.models import MODELS
-from tests.oracle.sharded import adamw, shard, whole
+from tests.oracle.sharded import adamw, adopted, whole
 
 
 @pytest.fixture
@@ -38,15 +38,13 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> list[torch.UntypedStorage]:
 
 
 def test_parameters_stay_the_same_objects(refusing: list[torch.UntypedStorage]) -> None:
-    """From host to device and back, also those that a graph or a weak reference still knows."""
-    case = MODELS["nested"]
+    """From host to device and back: those that a graph or a weak reference knows, with hooks."""
+    case, calls = MODELS["nested"], list[str]()
     model = case.build()
     named = dict(model.named_parameters())
     known = [weakref.ref(parameter) for parameter in named.values()]
     refusing += [parameter.untyped_storage() for parameter in named.values()]
-    engine = shard(model, units="leaves")
-    optimizer: Any = adamw(model)
-    engine.adopt(optimizer)
+    engine, optimizer = adopted(model, adamw, units="leaves")
     with engine.step() as watch:
         loss = case.loss(model, case.batch(4, 0))
         watch(loss)
@@ -54,22 +52,21 @@ def test_parameters_stay_the_same_objects(refusing: list[torch.UntypedStorage]) 
     optimizer.step()
     expected = whole(engine)
     on_device = {name: parameter._cdata for name, parameter in named.items()}
+    for name, parameter in named.items():
+        parameter.register_hook(lambda _, name=name: calls.append(name))
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
     engine.close()
     assert all(found() is p for found, p in zip(known, model.parameters(), strict=True))
     assert all(named[name] is p for name, p in model.named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter._cdata != on_device[name]
         assert torch.equal(parameter, expected[name])
+    case.loss(model, case.batch(4, 0)).backward()
+    assert sorted(calls) == sorted([*named, *named])
 
 
 @pytest.mark.usefixtures("refusing")
-def test_gradient_hooks_stay() -> None:
-    parameter, calls = torch.nn.Parameter(torch.ones(3)), []
-    parameter.register_hook(lambda grad: calls.append(grad.tolist()))
-    parameter.register_post_accumulate_grad_hook(lambda p: calls.append(p.tolist()))
-    put_values(parameter, torch.full((3,), 5.0))
-    parameter.square().sum().backward()
-    assert calls == [[10.0] * 3, [5.0] * 3]
+def test_attributes_of_parameters_stay() -> None:
     on_meta: Any = torch.nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
     on_meta.note = "kept"
     put_values(on_meta, torch.full((2, 2), 5.0))
