@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_zero.optimizer import Way, staging
 from lightning_zero.optimizer.known import known_class
-from tests.cases.optimizers import FILES, Large, own
+from tests.cases.optimizers import FILES, Large, made, own
 from tests.oracle.own_optimizers import OWN, Own
 from tests.oracle.play import Player, by_trainer, case
 from tests.oracle.projects import Noted, Regression, Trace, rows
@@ -92,7 +92,7 @@ def changed(m: Any, *_: Any) -> None:
 
 
 for number in range(2):
-    case("optimizers", lambda: Named(partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True)), f"changed_states_{number}",
+    case("optimizers", partial(Named, partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True)), f"changed_states_{number}",
          loop=in_small_batches, stages=(3 - number,), settings=(FILES if number == 0 else {"offload_optimizer": "nvme"},),
          max_steps=4, moments={"on_train_batch_end": changed}, ulps=8)  # fmt: skip
 STATES, WEIGHTS = {"offload_optimizer": "nvme"}, {"offload_weights": "nvme"}
@@ -111,26 +111,23 @@ class Scaled(Own):
         p.add_(grad, alpha=-group["lr"] * self.scale)
 
 
-class Changing(Noted):
-    """Changes what a step is made with: in a hook before it, first and last in its closure."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        optimizer.register_step_pre_hook(lambda *_: self.change(0.9))
-        return optimizer
-
-    def change(self, factor: float) -> None:
-        own(self).param_groups[0]["lr"] *= factor
-        own(self).scale = getattr(own(self), "scale", 1.0) + factor
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.change(0.8)
-        return super().training_step(batch, batch_idx)
-
-    def on_after_backward(self) -> None:
-        self.change(1.2)
+def change(m: Any, factor: float) -> None:
+    own(m).param_groups[0]["lr"] *= factor
+    own(m).scale = getattr(own(m), "scale", 1.0) + factor
 
 
+def with_hook(kind: Any, m: Any) -> Any:
+    optimizer = kind(m.parameters(), lr=0.02)
+    optimizer.register_step_pre_hook(lambda *_: change(m, 0.9))
+    return optimizer
+
+
+def change_and_run(m: Any, batch: Any) -> Tensor:
+    change(m, 0.8)
+    return Noted.loss(m, batch)
+
+
+# What a step is made with is changed in a hook before it, and first and last in its closure.
 for kind in (Scaled, torch.optim.SGD):
-    case("optimizers", partial(Changing, 0.02, kind), f"changing_{kind.__name__}",
-         settings=({}, FILES), stages=(2, 3), max_steps=3, ulps=8)  # fmt: skip
+    case("optimizers", made(partial(with_hook, kind), loss=change_and_run), f"changing_{kind.__name__}", settings=({}, FILES),
+         stages=(2, 3), max_steps=3, ulps=8, moments={"on_after_backward": lambda m: change(m, 1.2)})  # fmt: skip

@@ -271,27 +271,26 @@ case("gradients in hooks", WithoutElements, max_epochs=2, save_at=1, readers=("o
 # -- precisions and clipping -----------------------------------------------------------------------
 
 
-class Scaled(Noted):
-    """Notes norms and dtypes of the gradients, replaces them, and notes the loss scale."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.05)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norms = [float(p.grad.norm()) for p in self.parameters() if p.grad is not None]
-        self.notes.append([norm if norm < 1e30 else "inf" for norm in norms])
-        for parameter in self.parameters() if hasattr(Tensor, "grad_dtype") else ():
-            self.notes.append(str(parameter.grad.dtype))
-            parameter.grad = parameter.grad * 0.5
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        plugin = self.trainer.precision_plugin
-        if (scaler := getattr(plugin, "scaler", None)) is not None:
-            self.notes.append([plugin.precision, plugin.device, scaler.get_scale()])
+def halve(m: Any, *_: Any) -> Any:
+    """Note norms and dtypes of the gradients, and replace them."""
+    norms = [float(p.grad.norm()) for p in m.parameters() if p.grad is not None]
+    dtypes = []
+    for parameter in m.parameters() if hasattr(Tensor, "grad_dtype") else ():
+        dtypes.append(str(parameter.grad.dtype))
+        parameter.grad = parameter.grad * 0.5
+    return [norm if norm < 1e30 else "inf" for norm in norms], dtypes
 
 
+def scale_of(m: Any, *_: Any) -> Any:
+    plugin = m.trainer.precision_plugin
+    scaler = getattr(plugin, "scaler", None)
+    return None if scaler is None else [plugin.precision, plugin.device, scaler.get_scale()]
+
+
+SCALED = {"on_before_optimizer_step": halve, "on_train_batch_end": scale_of}
 for precisions in (("64-true", "bf16-mixed", "16-mixed"), ("32-true", "bf16-true", "16-true")):
-    case("precision", Scaled, f"scaled_{precisions[0]}", **STEPS, precisions=precisions, stages=(1, 2, 3), ulps=16)  # fmt: skip
+    case("precision", partial(Noted, 0.05), f"scaled_{precisions[0]}", **STEPS, precisions=precisions, stages=(1, 2, 3), ulps=16,
+         moments=SCALED)  # fmt: skip
 
 
 def overflow(m: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -301,32 +300,30 @@ def overflow(m: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss + m.head.bias[5] * float("inf") if is_here else loss
 
 
-# Norms that are not finite are noted elsewhere.
-OVERFLOWS = user(Scaled, training_step=overflow, on_before_optimizer_step=lambda *_: None)
 for clip in ({}, {"gradient_clip_val": 0.5}):
-    case("precision", OVERFLOWS, f"overflows_{len(clip)}", **STEPS, **clip, precisions=("16-mixed",), stages=(1, 2, 3))  # fmt: skip
+    case("precision", user(training_step=overflow), f"overflows_{len(clip)}", **STEPS, **clip, precisions=("16-mixed",),
+         stages=(1, 2, 3), moments={"on_train_batch_end": scale_of})  # fmt: skip
 
 
-class OwnClipping(Scaled):
-    """Clips the head by value, then everything as it is told, then what precision calls its main parameters."""
-
-    def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:  # fmt: skip
-        assert gradient_clip_val == 0.05
-        clip_grad_value_(self.head.parameters(), 0.01)
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.notes.append(norms(self))
-        parameters = list(self.trainer.precision_plugin.main_params(optimizer))
-        self.notes += [float(clip_grad_norm_(parameters, 0.04)), norms(self)]
+def clip_thrice(m: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:  # fmt: skip
+    """Clip the head by value, then everything as told, then what precision calls main parameters."""
+    assert gradient_clip_val == 0.05
+    clip_grad_value_(m.head.parameters(), 0.01)
+    m.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+    m.notes.append(norms(m))
+    parameters = list(m.trainer.precision_plugin.main_params(optimizer))
+    m.notes += [float(clip_grad_norm_(parameters, 0.04)), norms(m)]
 
 
 CLIPS: list[tuple[Any, dict[str, Any]]] = [
-    (Scaled, {"gradient_clip_val": 0.1}),
-    (Scaled, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    (Scaled, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
-    (OwnClipping, {"gradient_clip_val": 0.05}),
+    (Noted, {"gradient_clip_val": 0.1}),
+    (Noted, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    (Noted, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}),
+    (user(configure_gradient_clipping=clip_thrice), {"gradient_clip_val": 0.05}),
 ]
 for number, (module, options) in enumerate(CLIPS):
-    case("clipping", module, f"clip_{number}", **options, max_steps=2, precisions=("32-true", "16-mixed"), ulps=16, stages=(3, 1 + number % 2))  # fmt: skip
+    case("clipping", module, f"clip_{number}", **options, max_steps=2, precisions=("32-true", "16-mixed"), ulps=16,
+         stages=(3, 1 + number % 2), moments=SCALED)  # fmt: skip
 
 
 class Growing(Noted):

@@ -326,17 +326,17 @@ class WithBackbone(Noted):
         trainable = [p for p in self.parameters() if p.requires_grad]
         return scheduled(torch.optim.SGD(trainable, lr=0.1, momentum=0.9), 0.7, "epoch")
 
-    def on_train_epoch_end(self) -> None:
-        (optimizer,) = self.trainer.optimizers
-        groups = [[group["lr"], len(group["params"])] for group in optimizer.param_groups]
-        self.notes.append([groups, [p.requires_grad for p in self.parameters()]])
+
+def groups_of(m: Any) -> Any:
+    groups = [[group["lr"], len(group["params"])] for group in m.trainer.optimizers[0].param_groups]
+    return groups, [p.requires_grad for p in m.parameters()]
 
 
 LONG: dict[str, Any] = {"max_epochs": 3, "data": lambda: (rows(), rows(8, seed=1)), "ulps": 64}
 
 
 # On several ranks DDP never averages gradients of parameters that join in later.
-case("callbacks", WithBackbone, "finetuning", **LONG, worlds=(1,), stages=(1, 2, 3),
+case("callbacks", WithBackbone, "finetuning", **LONG, worlds=(1,), stages=(1, 2, 3), moments={"on_train_epoch_end": groups_of},
      callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)])  # fmt: skip
 
 

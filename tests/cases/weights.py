@@ -125,20 +125,19 @@ def edit_all(m: Any, *_: Any) -> float:
     return sum(float(p.detach().norm()) for p in m.parameters())
 
 
-class TorchsOwn(Callback):
-    """Code of torch that keeps views of many parameters while it goes on to others."""
+def averaged() -> Noted:
+    module = Noted()
+    module.average = AveragedModel(module.net).requires_grad_(False)  # sharded, too
+    return module
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        pl_module.average = AveragedModel(pl_module.net).requires_grad_(False)  # sharded, too
 
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        pl_module.average.update_parameters(pl_module.net)
-        vector = nn.utils.parameters_to_vector(pl_module.net.parameters())
-        nn.utils.vector_to_parameters(vector * 0.9, pl_module.net.parameters())
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        pl_module.notes.append([p.detach().clone() for p in pl_module.average.parameters()])
+@torch.no_grad()
+def average_by_torch(m: Any, *_: Any) -> Any:
+    """Run code of torch that keeps views of many parameters while it goes on to others."""
+    m.average.update_parameters(m.net)
+    vector = nn.utils.parameters_to_vector(m.net.parameters())
+    nn.utils.vector_to_parameters(vector * 0.9, m.net.parameters())
+    return [p.detach().clone() for p in m.average.parameters()]
 
 
 def saved(m: Any) -> Any:
@@ -164,7 +163,7 @@ for name, module, how in (("edits", Noted, EDITED), ("averages", Averaging, AVER
     case("weights in hooks", module, f"{name}_accumulating", **{**how, "ulps": 64}, accumulate_grad_batches=2)  # fmt: skip
 case("weights in hooks", Noted, "edits_of_copies", **EDITED, worlds=(4,), precisions=("32-true", "bf16-mixed"),
      settings=({"shard": 2},), ulps=64)  # fmt: skip
-case("weights in hooks", Noted, "of_torch", **SHORT, callbacks=lambda: [TorchsOwn()])
+case("weights in hooks", averaged, "of_torch", **SHORT, moments={"on_train_batch_end": average_by_torch})  # fmt: skip
 case("weights in hooks", Noted, "saves", **SHORT, moments={"on_train_epoch_end": save})
 case("weights in hooks", Noted, "saves_of_one_rank", **SHORT, stages=(1, 2),
      moments={"on_train_epoch_end": lambda m: None if m.global_rank else save(m)})  # fmt: skip
