@@ -30,15 +30,11 @@ class Edited(Regression):
     """Has a batch norm, and so many optimizers when it begins and when it is resumed."""
 
     automatic_optimization = False
+    numbers = (2, 2)
 
-    def __init__(self, numbers: tuple[int, int] = (2, 2), on_load: Any = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.numbers, self.on_load = numbers, on_load
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.on_load is not None:
-            self.on_load(self, checkpoint)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
@@ -153,17 +149,17 @@ AGAIN: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 2, "save_at": 1
 BY_MODULE = (change_weights, clear_one_state, change_states, take_as_parameters, drop_weights, assign_data,
              use_other_classes, clear_all_states, drop_the_last_optimizer)  # fmt: skip
 EDITS: list[tuple[str, Any, dict[str, Any], Any]] = [
-    *((f"load_{edit.__name__}", partial(Edited, on_load=edit), {}, edit) for edit in BY_MODULE),
+    *((f"load_{edit.__name__}", user(Edited, on_load_checkpoint=edit), {}, edit) for edit in BY_MODULE),
     # By a callback, which comes when weights are loaded.
     *((f"callback_{edit.__name__}", Edited, {"on_load_checkpoint": edit}, edit) for edit in (change_states, clear_all_states)),
-    *((f"save_{edit.__name__}", partial(Edited, on_load=back), {"on_save_checkpoint": edit}, edit)
-      for edit, back in ((store_otherwise, load_otherwise), (clear_all_states, None))),
+    *((f"save_{edit.__name__}", user(Edited, on_load_checkpoint=back), {"on_save_checkpoint": edit}, edit)
+      for edit, back in ((store_otherwise, load_otherwise), (clear_all_states, lambda *_: None))),
 ]  # fmt: skip
 # What a hook edits has no more to do with the stage: they take turns.
 for number, (name, module, moments, edit) in enumerate(EDITS):
     case("checkpoints", module, name, moments=moments, warns=WARNS.get(edit, ""), stages=(3 - number % 3,), **AGAIN)  # fmt: skip
 for numbers, words in {(1, 3): f"{FRESH}1 (Adafactor), 2 (SGD).", (3, 1): "Unused states: 1, 2."}.items():  # fmt: skip
-    case("checkpoints", partial(Edited, numbers), f"{numbers[0]}_optimizers_and_{numbers[1]}", warns=words, **AGAIN)  # fmt: skip
+    case("checkpoints", user(Edited, numbers=numbers), f"{numbers[0]}_optimizers_and_{numbers[1]}", warns=words, **AGAIN)  # fmt: skip
 
 
 # -- what is read while it is saved ----------------------------------------------------------------

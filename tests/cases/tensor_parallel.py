@@ -27,7 +27,7 @@ from torchmetrics import SumMetric
 from lightning_zero import ZeROStrategy, gathered, grad_norm
 from lightning_zero.fabric import ZeROStrategy as FabricStrategy
 from tests.cases import all_gather, user
-from tests.cases.modules import body, in_place, submodules
+from tests.cases.modules import in_place, submodules
 from tests.oracle.models import GPT
 from tests.oracle.models import TransformerBlock as Block
 from tests.oracle.play import Player, case
@@ -45,18 +45,9 @@ def row(name: str, module: Any, **options: Any) -> None:
 
 by_sequence = partial(Model, by_sequence=True)
 row("cut", by_sequence, rests=True, accumulate_grad_batches=2, gradient_clip_val=0.3)
-row(
-    "cut_in_mixed_precision",
-    partial(by_sequence, optimizer="SGD"),
-    precisions=("bf16-mixed",),
-    gradient_clip_val=0.5,
-)
+row("cut_in_mixed_precision", partial(by_sequence, optimizer="SGD"), precisions=("bf16-mixed",), gradient_clip_val=0.5)  # fmt: skip
 row("cut_and_saved", Model, stages=(3,), max_epochs=2, save_at=1, readers=("of ddp", "ddp", 3))  # fmt: skip
-BESIDE = (
-    {"shard": 1, "async_checkpoint": True, "offload_optimizer": "nvme"},
-    {"checkpoint": "dcp"},
-    FILES,
-)
+BESIDE = ({"shard": 1, "offload_optimizer": "nvme"}, {"checkpoint": "dcp", "async_checkpoint": True}, FILES)  # fmt: skip
 row("cut_with_other_settings", Model, stages=(2, 3, 3), settings=BESIDE, max_epochs=2, save_at=1,
     readers=("own",), limit_train_batches=2)  # fmt: skip
 
@@ -219,7 +210,7 @@ for make, stages, how in ((muon, (3,), {**MIXING, "ulps": 2**15}), (adafactor, (
 
 
 class Compiled(Model):
-    """Compiles its blocks, one by one or with all that is around them."""
+    """Compiles its blocks; torch cannot trace a vocabulary that is cut, as the embedding's is."""
 
     def __init__(self, compiles: Any) -> None:
         super().__init__(by_sequence=compiles is in_place)
@@ -234,14 +225,13 @@ class Compiled(Model):
 
     def on_train_end(self) -> None:
         counters = torch._dynamo.utils.counters
-        assert counters["stats"]["calls_captured"] > 40, "something was compiled"
-        if self.compiles is not body:
-            assert counters["stats"]["unique_graphs"] == 1, "one for both blocks"
-            assert not counters["graph_break"]
+        assert counters["stats"]["calls_captured"] >= 20, "something was compiled"
+        assert counters["stats"]["unique_graphs"] == 1, "one for both blocks"
+        assert not counters["graph_break"]
 
 
 # To compile costs seconds on each rank: at one stage there are also data-parallel ranks.
-for way, stage, world in ((in_place, 1, 2), (submodules, 3, 4), (body, 2, 2)):
+for way, stage, world in ((in_place, 1, 2), (submodules, 3, 4)):
     row(f"cut_and_compiled_{way.__name__}", partial(Compiled, way), stages=(stage,), worlds=(world,),
         max_steps=2, settings=({"units": {Block}},), is_slow=True)  # fmt: skip
 
