@@ -33,8 +33,8 @@ from torch.futures import Future
 from lightning_zero.comm.process_groups import (
     destroy,
     give_up_devices,
-    group_for,
     is_initialized,
+    kept,
     last_works,
     new_group_of_hosts,
 )
@@ -178,7 +178,7 @@ class Control:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             if dist.get_backend() != "gloo":
                 # Decisions travel between host CPUs, so that they never stall the device.
-                self._group = group_for("control", of_hosts=True)
+                self._group = kept("control", new_group_of_hosts)
         self.noticed = bytes(_NOTICES) if self.world_size > 1 else self.notices
         if self.world_size > 1 and dist.get_backend() != "fake":
             number = self.watchdog.join(self.rank, self.world_size, self.gather_objects)
@@ -375,15 +375,9 @@ class Control:
         self._separated = []
 
 
-_KINDS: tuple[type[Exception], ...] = (
-    FileNotFoundError,
-    PermissionError,
-    OSError,
-    KeyError,
-    TypeError,
-    ValueError,
-    RuntimeError,
-)
+_KINDS: list[type[Exception]] = [
+    FileNotFoundError, PermissionError, OSError, KeyError, TypeError, ValueError, RuntimeError
+]  # fmt: skip
 
 
 class Outcome:
@@ -407,9 +401,8 @@ class Outcome:
             Exception: Of the first failing rank's kind, with all failing ranks and their messages.
         """
         kind = next((k for k in _KINDS if isinstance(self.error, k)), RuntimeError)
-        found = control.gather_objects(
-            None if self.error is None else (_KINDS.index(kind), _message(self.error))
-        )
+        own = None if self.error is None else (kind, _message(self.error))
+        found = control.gather_objects(own)
         failed = {rank: what for rank, what in enumerate(found) if what is not None}
         if not failed:
             return
@@ -417,8 +410,8 @@ class Outcome:
         for rank, (_, message) in failed.items():
             ranks_of.setdefault(message, []).append(rank)
         reasons = "; ".join(f"{_ranks(ranks, control)}{text}" for text, ranks in ranks_of.items())
-        index, _ = next(iter(failed.values()))
-        raise _KINDS[index](f"{doing} failed: {reasons}") from self.error
+        kind, _ = next(iter(failed.values()))
+        raise kind(f"{doing} failed: {reasons}") from self.error
 
 
 @contextmanager

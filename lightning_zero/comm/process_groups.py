@@ -73,18 +73,11 @@ def default_world_size() -> int:
     return dist.get_world_size() if is_initialized() else 1
 
 
-def group_for(
-    purpose: str,
-    *,
-    of_hosts: bool = False,
-    along: Sequence[Sequence[int]] = (),
-    is_urgent: bool = False,
-) -> Any:
+def group_for(purpose: str, *, along: Sequence[Sequence[int]] = (), is_urgent: bool = False) -> Any:
     """Return the group for a purpose; the first call makes it, which is a collective.
 
     Args:
         purpose: Its name.
-        of_hosts: Whether messages travel between host CPUs and never touch a device.
         along: All ranks in groups, of which this rank gets its own; by default one of all ranks.
         is_urgent: Whether a device gives its messages precedence over computation.
     """
@@ -95,7 +88,7 @@ def group_for(
         if len(along) > 1:
             made = [_new_group(ranks=list(ranks), is_urgent=is_urgent) for ranks in along]
             return next(g for g, r in zip(made, along, strict=True) if dist.get_rank() in r)
-        return new_group_of_hosts() if of_hosts else _new_group(is_urgent=is_urgent)
+        return _new_group(is_urgent=is_urgent)
 
     return kept(purpose, make)
 

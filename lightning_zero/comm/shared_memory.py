@@ -52,7 +52,7 @@ class Address(NamedTuple):
     serial: int
 
 
-class Window:
+class Window(ReduceBuffer):
     """Memory that its owner and others have mapped.
 
     Attributes:
@@ -60,7 +60,7 @@ class Window:
         readers: How many publications each rank has read, ``[world_size]``; in the window too.
         num_published: How often the owner has published its content.
         touched_bytes: End of the range that views have covered, in bytes.
-        used_for: The slots that the owner filled last, and a view of each.
+        tensor: What the owner fills: a unit's unreduced gradients.
     """
 
     def __init__(self, address: Address, world_size: int, *, is_own: bool) -> None:
@@ -73,11 +73,13 @@ class Window:
         self.address = address
         self.num_published = 0
         self.touched_bytes = 0
-        self.used_for: tuple[Sequence[Slot], list[Tensor]] = ((), [])
+        # The slots that the owner filled last, and a view of each.
+        self._used_for: tuple[Sequence[Slot], list[Tensor]] = ((), [])
         self._is_own = is_own
         with lasting_tensors():
             self._memory = torch.from_file(path, shared=True, size=self._size, dtype=torch.uint8)
             self.readers = self._memory[address.capacity :].view(torch.int64)
+        super().__init__(self._memory)
         self._views: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     @classmethod
@@ -122,6 +124,13 @@ class Window:
             self._views[start, numel, dtype] = view
         return view
 
+    @override
+    def views_of(self, slots: Sequence[Slot]) -> tuple[list[Tensor], bool]:
+        is_same = self._used_for[0] is slots
+        if not is_same:
+            self._used_for = slots, super().views_of(slots)[0]
+        return self._used_for[1], is_same
+
     def is_read_by_all(self, owner: int) -> bool:
         """Return whether every rank but ``owner`` has read all publications."""
         readers = self.readers.tolist()
@@ -139,21 +148,6 @@ def _is_there(path: str, inode: int, size: int) -> bool:
 
 
 WINDOWS_AT_ONCE = 128
-
-
-class WindowBuffer(ReduceBuffer):
-    """A unit's unreduced gradients in a window, which peers read."""
-
-    def __init__(self, tensor: Tensor, window: Window) -> None:
-        super().__init__(tensor)
-        self.window = window
-
-    @override
-    def views_of(self, slots: Sequence[Slot]) -> tuple[list[Tensor], bool]:
-        if self.window.used_for[0] is slots:
-            return self.window.used_for[1], True
-        self.window.used_for = slots, super().views_of(slots)[0]
-        return self.window.used_for[1], False
 
 
 class SharedMemory(Transport):
@@ -234,7 +228,8 @@ class SharedMemory(Transport):
     @override
     def reduce_buffer(self, numel: int, dtype: torch.dtype) -> ReduceBuffer:
         window = self._take(numel * dtype.itemsize)
-        return WindowBuffer(window.view(numel, dtype), window)
+        window.tensor = window.view(numel, dtype)
+        return window
 
     def _take(self, nbytes: int) -> Window:
         """Return a window that no peer still reads."""
@@ -256,8 +251,8 @@ class SharedMemory(Transport):
     @override
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
         """Send peers the buffer's address; sum over their buffers once these are full."""
-        assert isinstance(source, WindowBuffer)
-        own, dtype, part = source.window, source.tensor.dtype, out.numel()
+        assert isinstance(source, Window)
+        own, dtype, part = source, source.tensor.dtype, out.numel()
         self._note(unit, "reduce", part, dtype)
         own.num_published += 1
         mine = torch.tensor([*own.address, own.num_published], device="cpu")
