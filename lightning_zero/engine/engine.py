@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -151,10 +151,6 @@ class Engine:
             yield
         finally:
             backward.syncs = before
-
-    def join(self) -> AbstractContextManager[None]:
-        """Return a context, without gradients, in which ranks may run different units, or none."""
-        return self._step.prefetcher.joined()
 
     # -- the optimizer ---------------------------------------------------------------------------
 
@@ -405,7 +401,7 @@ def join(module: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as contexts:
         for engine, _ in engines_of(module.parameters()):
-            contexts.enter_context(engine.join())
+            contexts.enter_context(engine._step.prefetcher.joined())
         yield
 
 

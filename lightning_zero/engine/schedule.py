@@ -81,14 +81,14 @@ class Prefetcher:
 
     def abandon(self) -> None:
         """Drop all records: ranks interrupted at different places must predict the same again."""
-        self._with_grad, self._without_grad = Schedule(), Schedule()
-        self.schedule = self._with_grad
+        self._schedules = {True: Schedule(), False: Schedule()}
+        self.schedule = self._schedules[True]
         self.is_joined = self.asks = False
 
     def begin_step(self, *, with_grad: bool) -> None:
         """Choose the schedule of a step."""
         if not self.asks:
-            self.schedule = self._with_grad if with_grad else self._without_grad
+            self.schedule = self._schedules[with_grad]
             self.schedule.begin()
 
     def comes_next(self, unit: Unit) -> bool:

@@ -21,7 +21,7 @@ from lightning_zero.engine.rank_check import require_equal_gradients
 from lightning_zero.engine.reductions import ReductionOrder
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
-from lightning_zero.engine.unit import Call, Events, Unit, on_grads, too_late, weakly, with_grad
+from lightning_zero.engine.unit import Call, Unit, on_grads, too_late, weakly, with_grad
 from lightning_zero.engine.weights import Residency, Shows
 from lightning_zero.plan import check_parameter
 from lightning_zero.tensors import internals, runs_outside, tensors_in
@@ -295,7 +295,7 @@ class Step:
             self._begin()
         is_tracked = torch.is_grad_enabled()
         arguments = [*args, *kwargs.values()] if is_tracked else ()
-        unit.calls.begin(arguments, self.backward.events)
+        unit.calls.begin(arguments, self.backward.ended)
         self.prefetcher.need(unit, is_backward=is_recompute)
         if unit.weights.is_cast:
             unit.weights.require_no_pending()
@@ -307,7 +307,7 @@ class Step:
         """Reshard a unit, unless it is needed next, and hook the beginning of its backward."""
         outputs = tensors_in(output)
         tracked = outputs if torch.is_grad_enabled() else ()
-        wants_grad = unit.calls.end(tracked, self.backward.events)
+        wants_grad = unit.calls.end(tracked, self.backward.began)
         if internals.in_backward():
             return
         weights = unit.weights
@@ -334,7 +334,8 @@ class Backward:
     """Handles the events of backward passes: unshards, reduces and reshards.
 
     Attributes:
-        events: The handlers of a call's backward events, safe for graphs to hold.
+        began: Makes a unit whole for the backward of a call; graphs may hold it.
+        ended: Reshards a unit after the backward of a call; graphs may hold it.
         is_running: Whether a pass has begun and not ended; an exception may have ended it unseen.
         syncs: Whether this microbatch's gradients are to be sent: ``False`` within ``no_sync``.
     """
@@ -353,10 +354,7 @@ class Backward:
         self._pass: Callable[[], object] = lambda: None
         # Whether it has gradients of parameters, and reduces them.
         self._takes = self._reduces = False
-        self.events = Events(
-            began=weakly(self._on_outputs_grad),
-            ended=weakly(self._on_inputs_grad),
-        )
+        self.began, self.ended = weakly(self._on_outputs_grad), weakly(self._on_inputs_grad)
         self._on_step_grad = weakly(self._on_held_grad)
 
     # -- begin -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
@@ -34,20 +34,6 @@ Call = tuple[int, int]
 """One call of a unit's forward: the unit's index, and a number. No object: a graph holds it."""
 
 _numbers = itertools.count()
-
-
-class Events(NamedTuple):
-    """Callbacks for the events of a call's backward.
-
-    Attributes:
-        began: Called at the first gradient of an output, with the call and the gradients.
-        ended: Called when the inputs have their gradients, with the call and the gradients, or
-            ``None`` if all inputs are leaves. A leaf may have its gradient before the rest of the
-            call's backward is done, so this alone is not the end.
-    """
-
-    began: Callable[[Call, Any], None]
-    ended: Callable[[Call, Any], None]
 
 
 class Calls:
@@ -71,8 +57,13 @@ class Calls:
         self.in_backward: set[Call] = set()
         self.have_run = self.has_ended = False
 
-    def begin(self, arguments: Any, events: Events) -> None:
-        """Begin a forward, and hook the gradients of the inputs among its ``arguments``."""
+    def begin(self, arguments: Any, ended: Callable[[Call, Any], None]) -> None:
+        """Begin a forward, and hook the gradients of the inputs among its ``arguments``.
+
+        ``ended`` is called when these have come, with the call and them, or with ``None`` if all
+        inputs are leaves. A leaf may have its gradient before the rest of the call's backward is
+        done, so this alone is not the end.
+        """
         self.have_run = True
         call = self._unit, next(_numbers)
         self.running.append(call)
@@ -88,13 +79,16 @@ class Calls:
         self.awaited.add(call)
         inner = [tensor for tensor in inputs if not tensor.is_leaf]
         if inner:
-            on_grads(inner, functools.partial(events.ended, call), "all")
+            on_grads(inner, functools.partial(ended, call), "all")
         else:
             # Torch's multi-grad hook does not support leaves in `torch.autograd.grad`.
-            _on_leaf_grads(inputs, functools.partial(events.ended, call, None))
+            _on_leaf_grads(inputs, functools.partial(ended, call, None))
 
-    def end(self, outputs: Sequence[Tensor], events: Events) -> bool:
-        """End the innermost forward; return whether its ``outputs`` can get gradients."""
+    def end(self, outputs: Sequence[Tensor], began: Callable[[Call, Any], None]) -> bool:
+        """End the innermost forward; return whether its ``outputs`` can get gradients.
+
+        ``began`` is called with the call at the first of these, in each backward pass.
+        """
         call = self.running.pop()
         if any(map(internals.is_func_wrapper, outputs)):
             return True  # a transform of `torch.func` has backward passes of its own
@@ -106,7 +100,7 @@ class Calls:
             base = tensor._base
             if base is not None and base.requires_grad:
                 tracked.append(base)
-        on_grads(tracked, functools.partial(events.began, call), "any")
+        on_grads(tracked, functools.partial(began, call), "any")
         return True
 
     @property
