@@ -344,18 +344,6 @@ def test_a_strategy_is_its_name_or_itself() -> None:
         estimate(10**6, 3)  # type: ignore[arg-type]
 
 
-def test_the_model_is_left_alone() -> None:
-    case = MODELS["tied"]
-    model = case.build()
-    before = {name: (id(p), p.clone()) for name, p in model.named_parameters()}
-    estimate(model, world_size=2, batch=case.batch(4, 0), step=case.loss, precision="bf16-true")
-    for name, parameter in model.named_parameters():
-        number, value = before[name]
-        assert id(parameter) == number
-        assert torch.equal(parameter, value)
-        assert parameter.grad is None
-
-
 class Unusual(LightningModule):
     """Has attributes that cannot be copied, and others that a step changes."""
 
