@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.fabric import ZeROStrategy
-from tests.cases.fabric_loops import WIDTH, batch, begun, output, train
+from tests.cases.fabric_loops import WIDTH, batch, begun, output, step_with
 from tests.oracle.launch import run_python, run_script
 from tests.oracle.messages import messages
 from tests.oracle.models import Blocks
@@ -128,7 +128,7 @@ def set_up_again() -> None:
     )
     assert len(fabric.strategy.engines) == 1
     before = values(model)
-    train(fabric, twice, again, range(1))
+    step_with(fabric, again, output(fabric, twice, 0))
     trained = values(model)
     assert any(not torch.equal(one, two) for one, two in zip(before, trained, strict=True))
     fabric.backward(twice(torch.ones(2, WIDTH)).sum())
