@@ -50,15 +50,10 @@ def pieces_of_groups(optimizer: Optimizer, find_piece: FindPiece) -> dict[Piece,
     return found
 
 
-def put_members(
-    optimizer: Optimizer, found: Mapping[int, Piece], member: Callable[[Piece], Parameter]
-) -> None:
-    """Replace members of the param groups, whose pieces are ``found`` by id, in place."""
+def put_members(optimizer: Optimizer, new: Mapping[int, Parameter]) -> None:
+    """Replace members of the param groups by the ``new`` ones for their ids, in place."""
     for group in optimizer.param_groups:
-        group["params"][:] = [
-            one if (piece := found.get(id(one))) is None else member(piece)
-            for one in group["params"]
-        ]
+        group["params"][:] = [new.get(id(one), one) for one in group["params"]]
 
 
 def as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:

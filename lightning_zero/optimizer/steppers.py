@@ -30,7 +30,6 @@ from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -64,6 +63,8 @@ class Stepper(OfOptimizer):
         comm: The ranks; ``None`` when the run has ended.
         pieces: This rank's pieces of all members so far.
         found: The pieces by the ids of their parameters, and of their members.
+        hiding: The members by the ids of the parameters that they replace in a step.
+        showing: The parameters by the ids of the members that they replace between steps.
         is_hidden: Whether the optimizer holds what it steps.
         is_lent: Whether :meth:`holding_parts` makes it do so, for code that wants these parts.
     """
@@ -76,6 +77,8 @@ class Stepper(OfOptimizer):
         self.comm: Communicator | None = None
         self.pieces: list[Piece] = []
         self.found: dict[int, Piece] = {}
+        self.hiding: dict[int, Parameter] = {}
+        self.showing: dict[int, Parameter] = {}
         self.is_hidden = self.is_lent = False
         self._states: WholeStates | None = None
 
@@ -149,8 +152,10 @@ class Stepper(OfOptimizer):
         new = {p: held for p, held in pieces.items() if id(p.parameter) not in self.found}
         self.pieces += new
         for piece in new:
-            self.found |= {id(piece.parameter): piece, id(self.member(piece)): piece}
-        put_members(self.optimizer, self.found, self.member)
+            parameter, member = piece.parameter, self.member(piece)
+            self.found |= {id(parameter): piece, id(member): piece}
+            self.hiding[id(parameter)], self.showing[id(member)] = member, parameter
+        put_members(self.optimizer, self.hiding)
         self.take_states(new)
 
     def take_states(self, held: Mapping[Piece, Parameter]) -> None:
@@ -173,7 +178,7 @@ class Stepper(OfOptimizer):
         optimizer, states = self.optimizer, self._states
         if not self.is_hidden or states is None:
             return
-        put_members(optimizer, self.found, attrgetter("parameter"))
+        put_members(optimizer, self.showing)
         states.parts = optimizer.state  # torch makes a new dictionary when it loads states
         self._put(states.parts, states)
         self.is_hidden = False
@@ -183,7 +188,7 @@ class Stepper(OfOptimizer):
         optimizer, states = self.optimizer, self._states
         if self.is_hidden or states is None:
             return
-        put_members(optimizer, self.found, self.member)
+        put_members(optimizer, self.hiding)
         self.is_hidden = True
         states.take_back()
         if optimizer.state is states:
@@ -312,7 +317,7 @@ def take_over(
         raise ValueError(ENDED.format(kind=type(optimizer).__name__))
     before.check()
     before.hide()
-    put_members(optimizer, before.found, attrgetter("parameter"))
+    put_members(optimizer, before.showing)
     for old, new in taken:
         state = optimizer.state.pop(before.member(old), None)
         device = stepper.stepped_as(new).device

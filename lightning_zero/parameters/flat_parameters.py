@@ -89,7 +89,17 @@ class Edits(Shown):
 
     def watch(self, values: list[Tensor]) -> None:
         """Watch for changes of ``values`` from now on."""
-        self.values, self.is_exposed, self.versions = values, False, self.versions_now
+        self.values, self.is_exposed = values, False
+        with internals.as_plain_tensors():  # a call less than `versions_now`, in every gather
+            self.versions = list(map(internals.version_of, self._parameters))
+
+    def are_seen(self, *, in_versions: bool) -> bool:
+        """Return whether a parameter points at other memory, or has another version."""
+        with internals.as_plain_tensors():
+            if in_versions and self.versions != list(map(internals.version_of, self._parameters)):
+                return True
+            now = list(map(Tensor.data_ptr, self._parameters))
+            return now != list(map(Tensor.data_ptr, self.values))
 
     def expose(self, tensor: Tensor, *, is_plain: bool = False) -> None:
         """Note that ``tensor`` lies in the memory of the weights, and may outlive them there.
@@ -312,10 +322,8 @@ class FlatParameters:
     @property
     def may_be_edited(self) -> bool:
         """Return whether users may have changed whole weights; the same on every rank."""
-        edits = self.edits
-        if self.plan.rests_apart and (edits.is_exposed or edits.versions != edits.versions_now):
-            return True
-        return bool(edits.moved)
+        is_apart = self.plan.rests_apart
+        return (is_apart and self.edits.is_exposed) or self.edits.are_seen(in_versions=is_apart)
 
     @torch.no_grad()
     def store_edits(self) -> None:
