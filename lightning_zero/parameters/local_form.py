@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from lightning_zero.comm import DTensorForm, cut_by_own_plan, is_dtensor, reads_parts
-from lightning_zero.parameters.guarded import make_readable
+from lightning_zero.parameters.guarded import Guarded, make_readable
 from lightning_zero.plan import derived_class, original_class, set_cut
 from lightning_zero.tensors import internals, properties
 
@@ -174,7 +174,8 @@ def _wrapped(name: str) -> property:
         parameter = module._parameters[name]
         if parameter is None:
             return None
-        make_readable(parameter, computes=torch.is_grad_enabled())
+        if isinstance(parameter, Guarded):  # a compiler traces what is readable
+            make_readable(parameter, computes=torch.is_grad_enabled())
         if reads_parts(module):
             return parameter
         return vars(module)[_FORMS][name].read(parameter)
