@@ -155,7 +155,9 @@ class Stepper(OfOptimizer):
             parameter, member = piece.parameter, self.member(piece)
             self.found |= {id(parameter): piece, id(member): piece}
             self.hiding[id(parameter)], self.showing[id(member)] = member, parameter
-        put_members(self.optimizer, self.hiding)
+        # What is held may be the DTensor that a module returns for a parameter.
+        held_now = {id(held): self.member(piece) for piece, held in new.items()}
+        put_members(self.optimizer, self.hiding | held_now)
         self.take_states(new)
 
     def take_states(self, held: Mapping[Piece, Parameter]) -> None:
