@@ -240,7 +240,7 @@ class Transport:
             return sent
         received = self._lasting(sum(taken), torch.uint8)
         self.ledger.note("optimizer", "exchange", sent.numel() - given[among.rank], 1)
-        collective = self.watchdog.begin("the exchange of whole parameters")
+        collective = self.watchdog.begin("the exchange of whole parameters", ranks=among.ranks)
         along = among.groups
         group = group_for("owners", along=along) if len(along) > 1 else None
         work = dist.all_to_all_single(received, sent, [*taken], [*given], group, async_op=True)
@@ -261,7 +261,7 @@ class Transport:
         then: Callable[[], object] | None = None,
     ) -> Pending:
         """Start to receive from and to send to peers, by their ranks on the axis."""
-        collective = self.watchdog.begin(name)
+        collective = self.watchdog.begin(name, ranks=self.axis.ranks)
         # Not `irecv` and `isend`, whose checks take longer than the messages of a small unit.
         group: Any = dist.group.WORLD
         ranks, tag = self.axis.ranks, self.control.first_tag + tag
@@ -360,7 +360,7 @@ class Collectives(Transport):
         self._note(unit, "gather", source.own.numel(), out.dtype)
         own = out.view(self.size, -1)[self.rank]
         copy(own, source.own)
-        collective = self.watchdog.begin_untagged(weights_of(unit), "gather")
+        collective = self.watchdog.begin_untagged(weights_of(unit), "gather", self.axis.ranks)
         with unseen():
             work = _all_gather(out, own, group=self._gather_group, async_op=True)
         return Pending([work], begun=(self.watchdog, collective))
@@ -371,7 +371,7 @@ class Collectives(Transport):
         buffer = source.tensor
         lands = out.dtype == buffer.dtype
         landing = out if lands else buffer.new_empty(out.shape)
-        collective = self.watchdog.begin(gradients_of(unit), "reduce")
+        collective = self.watchdog.begin(gradients_of(unit), "reduce", self.axis.ranks)
         real = buffer.dtype.to_real()  # NCCL has no complex numbers; their parts are summed
         with unseen():
             work = _reduce_scatter(
@@ -387,7 +387,7 @@ class Collectives(Transport):
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
         for verb in ("reduce", "gather"):
             self._note(unit, verb, tensor.numel() // self.size, tensor.dtype)
-        collective = self.watchdog.begin(gradients_of(unit), "reduce")
+        collective = self.watchdog.begin(gradients_of(unit), "reduce", self.axis.ranks)
         real = tensor.view(tensor.dtype.to_real())
         with unseen():
             work = dist.all_reduce(real, group=self._reduce_group, async_op=True)
@@ -396,7 +396,7 @@ class Collectives(Transport):
     @override
     def all_to_all(self, received: Tensor, sent: Tensor, *, unit: str, tag: int) -> Work:
         self._note(unit, "reduce", sent.numel() // self.size, sent.dtype)
-        collective = self.watchdog.begin(gradients_of(unit), "reduce")
+        collective = self.watchdog.begin(gradients_of(unit), "reduce", self.axis.ranks)
         with unseen():
             work = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)
         return Pending([] if work is None else [work], begun=(self.watchdog, collective))

@@ -120,11 +120,13 @@ class CollectiveId(NamedTuple):
         name: Its name, as shown in errors.
         channel: Collectives of one channel are told apart by their order; by default its name.
         number: Its number in its channel, from 1.
+        ranks: Those that take part; all if empty.
     """
 
     name: str
     channel: str
     number: int
+    ranks: Sequence[int] = ()
 
 
 class Wait(NamedTuple):
@@ -142,20 +144,22 @@ class Place(NamedTuple):
         name: The collective that it waits for; empty if it has left.
         channel: As in :class:`CollectiveId`.
         number: As in :class:`CollectiveId`.
+        ranks: As in :class:`CollectiveId`.
         step: Optimizer steps that it has ended.
         caller: The line of the user's code that led to the wait; empty for a rank that waits
             nowhere, whose device may wait for the collective.
         begun: How many collectives of each channel it has begun.
-        queued: The number and name of its last collective without a tag, if there was one.
+        queued: The ranks, number and name of its last collective without a tag, if there was one.
     """
 
     name: str
     channel: str
     number: int
+    ranks: Sequence[int]
     step: int
     caller: str = ""
     begun: Mapping[str, int] = {}
-    queued: Sequence[Any] = (0, "")
+    queued: Sequence[Any] = ((), 0, "")
 
     def __str__(self) -> str:
         if not self.name:
@@ -213,12 +217,12 @@ def listed(ranks: Sequence[int]) -> str:
 def are_stuck(everyone: Mapping[int, Place]) -> bool:
     """Return whether each rank waits for a collective that another waiting rank has not begun."""
     waiting = [place for place in everyone.values() if place.name]
-    names: dict[int, str] = {}
-    for number, name in (one.queued for one in everyone.values()):
-        if names.setdefault(number, name) != name:
+    names: dict[Any, str] = {}
+    for ranks, number, name in (one.queued for one in everyone.values()):
+        if names.setdefault((*ranks, number), name) != name:
             return True  # two messages without tags have met, so neither ends
     return bool(waiting) and all(
-        any(other.begun.get(one.channel, 0) < one.number for other in everyone.values())
+        any(everyone[rank].begun.get(one.channel, 0) < one.number for rank in one.ranks or everyone)
         for one in waiting
     )
 
@@ -448,17 +452,17 @@ class Watchdog:
 
     # -- collectives -----------------------------------------------------------------------------
 
-    def begin(self, name: str, channel: str = "") -> CollectiveId:
-        """Note that this rank begins a collective."""
+    def begin(self, name: str, channel: str = "", ranks: Sequence[int] = ()) -> CollectiveId:
+        """Note that this rank begins a collective of ``ranks``, or of all."""
         if self.is_over:
             raise RuntimeError(self.verdict)
         channel = channel or name
         self.begun[channel] += 1
-        return CollectiveId(name, channel, self.begun[channel])
+        return CollectiveId(name, channel, self.begun[channel], ranks)
 
-    def begin_untagged(self, name: str, channel: str) -> CollectiveId:
+    def begin_untagged(self, name: str, channel: str, ranks: Sequence[int] = ()) -> CollectiveId:
         """Note that this rank begins a collective that only its order identifies."""
-        collective = self.untagged = self.begin(name, channel)
+        collective = self.untagged = self.begin(name, channel, ranks)
         self.events.append(name)
         return collective
 
@@ -518,12 +522,12 @@ class Watchdog:
             return None
         if monotonic() - since < patience:
             return None
-        queued = (0, "") if last is None else (last.number, last.name)
+        queued = ((), 0, "") if last is None else (last.ranks, last.number, last.name)
         return Place(*collective, self.step, caller, begun, queued)
 
     def describe(self, name: str) -> str:
         """Return a description of this rank, which waits for the collective of this name."""
-        return str(Place(name, "", 0, self.step, _caller(sys._getframe(1))))
+        return str(Place(name, "", 0, (), self.step, _caller(sys._getframe(1))))
 
     # -- the end of a run ------------------------------------------------------------------------
 
@@ -569,7 +573,7 @@ class Watchdog:
         _watchdogs.pop(id(self), None)
         line, self._line = self._line, None
         if line is not None and _process == os.getpid():
-            line.send("place", Place("", "", 0, self.step, begun=dict(self.begun)))
+            line.send("place", Place("", "", 0, (), self.step, begun=dict(self.begun)))
             line.close()
 
     def _tell(self, kind: str, value: Any) -> bool:

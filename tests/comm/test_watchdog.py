@@ -21,15 +21,14 @@ from tests.oracle.ranks import Pools, RankError, impatient
 # ---------------------------------------------------------------------------- the proof
 
 
-def at(name: str, number: int, **begun: int) -> Place:
-    return Place(name, name, number, 0, "train.py:1", begun)
+def at(name: str, number: int, *ranks: int, **begun: int) -> Place:
+    return Place(name, name, number, ranks, 0, "train.py:1", begun)
 
 
-def queued(name: str, number: int, **begun: int) -> Place:
+def queued(name: str, number: int, *ranks: int, **begun: int) -> Place:
     """A message without a tag."""
-    return Place(
-        name, "gather", number, 0, begun={"gather": number, **begun}, queued=(number, name)
-    )
+    begun, last = {"gather": number, **begun}, (ranks, number, name)
+    return Place(name, "gather", number, ranks, 0, begun=begun, queued=last)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +51,11 @@ def queued(name: str, number: int, **begun: int) -> Place:
         # Messages of two units have met.
         ([queued("x", 2), queued("y", 2)], True),
         ([queued("x", 2), queued("x", 2)], False),
+        # Two copies are slow in different units; one of them waits for a rank that is elsewhere.
+        ([at("a", 1, 0, 1, a=1), at("a", 1, 0, 1, a=1), *2 * [at("b", 1, 2, 3, b=1)]], False),
+        ([*2 * [queued("x", 2, 0, 1)], *2 * [queued("y", 2, 2, 3)]], False),
+        ([at("a", 1, 0, 1, a=1), at("b", 1, 0, 1, b=1), *2 * [at("b", 1, 2, 3, b=1)]], False),
+        ([at("a", 1, 0, 1, a=1), at("", 0), at("b", 1, 2, 3, b=1), at("", 0)], True),
     ],
 )
 def test_when_ranks_are_stuck(everyone: list[Place], is_proven: bool) -> None:
