@@ -271,7 +271,8 @@ class Steps:
         step, in_memory = (statistics.median(found[f"step in {at}"]) for at in ("files", "memory"))
         print(
             f"a step in files takes {step / in_memory:.2f} of the time of one in memory: it reads"
-            f" {times.bytes_read / 1e9:.2f} GB, writes as much, and waits for files in"
+            f" {times.bytes_read / 1e9:.2f} GB, writes {times.bytes_written / 1e9:.2f}, and waits"
+            " for files in"
             f" {times.waiting / times.stepping:.0%} of it"
         )
 

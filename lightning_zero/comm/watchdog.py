@@ -23,12 +23,12 @@ Every rank has a connection to a **hub** in the process of rank 0. Nothing is se
     the wait raises <─────  gives up all connections
     raises the error
 
-A deadlock is not guessed but **proven**: each rank waits for a collective that another of them has
-not begun. They need not wait at the same time: the first that has gone on since it told so would
-have needed another that went on before. A rank that computes, loads data or writes a file may take
-as long as it likes: it has no place. On a device, messages are only queued, and the host may be
-blocked anywhere behind one that never ends. So a rank that begins nothing for 5 s is in the place
-of the last message that it has queued, as if it waited for that; the proof is the same.
+A deadlock is not guessed but **proven**: each rank waits for a collective that another of those
+which take part has not begun. They need not wait at the same time: the first that has gone on since
+it told so would have needed another that went on before. A rank that computes, loads data or writes
+a file may take as long as it likes: it has no place. On a device, messages are only queued, and the
+host may be blocked anywhere behind one that never ends. So a rank that begins nothing for 5 s is in
+the place of the last message that it has queued, as if it waited for that; the proof is the same.
 
 A rank that waits when the run ends gives up its connections at once, so that the wait raises, or
 after :data:`LAST_SECONDS` if another has raised an exception. One that computes raises at its next
@@ -215,7 +215,7 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def are_stuck(everyone: Mapping[int, Place]) -> bool:
-    """Return whether each rank waits for a collective that another waiting rank has not begun."""
+    """Return whether each rank waits for a collective that another of its ranks has not begun."""
     waiting = [place for place in everyone.values() if place.name]
     names: dict[Any, str] = {}
     for ranks, number, name in (one.queued for one in everyone.values()):

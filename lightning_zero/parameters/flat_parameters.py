@@ -93,8 +93,9 @@ class Edits(Shown):
         with internals.as_plain_tensors():  # a call less than `versions_now`, in every gather
             self.versions = list(map(internals.version_of, self._parameters))
 
-    def are_seen(self, *, in_versions: bool) -> bool:
+    def were_made(self, *, in_versions: bool) -> bool:
         """Return whether a parameter points at other memory, or has another version."""
+        # In one call, as each unit asks this twice a step.
         with internals.as_plain_tensors():
             if in_versions and self.versions != list(map(internals.version_of, self._parameters)):
                 return True
@@ -323,7 +324,7 @@ class FlatParameters:
     def may_be_edited(self) -> bool:
         """Return whether users may have changed whole weights; the same on every rank."""
         is_apart = self.plan.rests_apart
-        return (is_apart and self.edits.is_exposed) or self.edits.are_seen(in_versions=is_apart)
+        return (is_apart and self.edits.is_exposed) or self.edits.were_made(in_versions=is_apart)
 
     @torch.no_grad()
     def store_edits(self) -> None:

@@ -21,8 +21,10 @@ import torch.distributed as dist
 
 from tests.oracle.forks import loopback
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use")
-"""A machine without one rehearses the same tests on the CPU; `make gpu` runs these."""
+NO_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="runs on a GPU that torch can use: `make gpu` runs it on a machine with one",
+)
 DEVICES = ["cpu", pytest.param("cuda", marks=NO_GPU)]
 
 
@@ -33,7 +35,7 @@ def _makes_hosts() -> bool:
 
 NO_HOSTS = pytest.mark.skipif(
     not _makes_hosts(),
-    reason="hosts are played by network namespaces, which need the rights of root and iproute2",
+    reason="plays hosts as network namespaces: run the tests as root on Linux with iproute2",
 )
 
 
