@@ -210,8 +210,9 @@ class Writer(contextlib.AbstractContextManager["Writer"]):
 
     def write(self, place: int, content: Tensor) -> int:
         """Write bytes ``[n]``, from any device, at offset ``place``; return their CRC-32."""
-        stop, checksum = place + len(content), 0
-        pages = -(-place // PAGE) * PAGE, stop // PAGE * PAGE if len(content) >= _LARGE else 0
+        nbytes, checksum = content.numel(), 0
+        stop = place + nbytes
+        pages = -(-place // PAGE) * PAGE, stop // PAGE * PAGE if nbytes >= _LARGE else 0
         edges = sorted({place, *range(*pages, BUFFER_BYTES), max(place, pages[1]), stop})
         for start, end in itertools.pairwise(edges):
             chunk = self._buffer.part(0, end - start)

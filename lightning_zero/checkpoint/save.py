@@ -166,7 +166,10 @@ class FileSave(Save):
         storages = {**self.others, **{n: self.values[name] for n, name in self._names.items()}}
         self._records = [*tensors.values(), *(storages[n] for n in range(len(storages)))]
         names = [*texts, *(f"data/{n}" for n in range(len(storages)))]
-        sizes = [r.whole_nbytes if isinstance(r, ShardedValue) else len(r) for r in self._records]
+        sizes = [
+            one.whole_nbytes if isinstance(one, ShardedValue) else one.numel()
+            for one in self._records
+        ]
         self._archive = Archive.of(zip(names, sizes, strict=True))
         first, places = len(texts), self._archive.places
         return {name: (first + n, places[first + n]) for n, name in self._names.items()}
@@ -183,7 +186,7 @@ class FileSave(Save):
                     os.truncate(place, self._archive.end)
                 for number, offset, start, content in parts:
                     checksum = writer.write(offset + start, content)
-                    written.append((number, start, len(content), checksum))
+                    written.append((number, start, content.numel(), checksum))
                 writer.sync()
         for _ in parts:  # receive the rest even after an error, since the others are sending it
             pass

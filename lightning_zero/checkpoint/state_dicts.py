@@ -281,6 +281,10 @@ class _Values:
     shape: tuple[int, ...] | None
 
 
+_values = functools.lru_cache(_Values)
+"""Returns one object for alike values."""
+
+
 @dataclass(frozen=True)
 class _Wrapper:
     """A tensor that wraps others, which its owner holds whole, with descriptions of these."""
@@ -294,8 +298,8 @@ def _described(
 ) -> dict[str, Any]:
     """Return a state with descriptions of its tensors, but numbers themselves.
 
-    Alike numbers, such as the steps of all parameters, are one object in ``known``, which an
-    exchange carries once.
+    Models have very many parameters, most of whose states are alike. Alike numbers and states are
+    one object in ``known``, which an exchange carries once.
     """
 
     def one(key: str, tensor: Tensor) -> Any:
@@ -306,7 +310,7 @@ def _described(
             return _Wrapper((type(tensor), shape, tensor.stride(), tensor.dtype), values)
         is_of_piece = isinstance(piece, Piece) and shape == (piece.range.numel,) and key != "step"
         if shape if is_whole else is_of_piece:
-            return _Values(tensor.dtype, shape if is_whole else None)
+            return _values(tensor.dtype, shape if is_whole else None)
         # To the host: a device's is unpickled to the device of the same index, so each rank would
         # take memory on the devices of all others.
         host = tensor.to("cpu")
@@ -314,16 +318,19 @@ def _described(
             return host
         return known.setdefault((host.dtype, *host.view(1).view(torch.uint8).tolist()), host)
 
-    return {
-        key: tree_map_only(Tensor, functools.partial(one, key), value)
+    described = {
+        key: one(key, value)
+        if isinstance(value, Tensor)
+        else tree_map_only(Tensor, functools.partial(one, key), value)
         for key, value in state.items()
     }
+    # Known descriptions keep their leaves alive, so no other leaf has the same id.
+    identity = tuple((key, id(leaf)) for key, leaf in described.items())
+    return known.setdefault(identity, described)  # type: ignore[no-any-return]
 
 
 def _entry(key: str, mine: Any, described: Any, piece: Any, comm: Communicator) -> Any:
     """Return an entry with sharded values for its descriptions; ``mine`` is this rank's own."""
-    leaves, tree = tree_flatten(described)
-    own = [None] * len(leaves) if mine is None else tree_leaves(mine)
 
     def one(leaf: Any, mine: Any) -> Any:
         if isinstance(leaf, _Wrapper):
@@ -343,6 +350,10 @@ def _entry(key: str, mine: Any, described: Any, piece: Any, comm: Communicator) 
         flat = part.contiguous().reshape(-1)
         return ShardedValue.of(key, flat, 0, leaf.shape, stride, comm.control)
 
+    if isinstance(described, (_Values, _Wrapper, Tensor)):
+        return one(described, mine)
+    leaves, tree = tree_flatten(described)
+    own = [None] * len(leaves) if mine is None else tree_leaves(mine)
     return tree_unflatten(map(one, leaves, own), tree)
 
 
