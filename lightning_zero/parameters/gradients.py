@@ -198,38 +198,37 @@ class FlatGradients:
     def reduce(self, unit: str, tag: int) -> Callable[..., None]:
         """Start to average the gradients over the ranks; return a function that finishes it.
 
-        Called with ``is_wanted=False``, that function discards the average.
+        A device does all of it on a stream beside computation, and the function makes computation
+        wait. Otherwise the function, called with ``is_wanted=False``, discards the average.
         """
         partial, self.partial = self.partial or self._new_partial(), None
         partial.move()
         for view, is_filled in zip(partial.views, partial.filled, strict=True):
             if not is_filled:
                 view.zero_()
-        buffer, scale = partial.buffer, 1 / self._num_ranks
-        if partial.divisor == 1 and not self._casts and scale != 1:
-            buffer.tensor.mul_(scale)
+        self.wait()  # if some gradients of this pass came after their unit's reduction
+        buffer, scale, resting = partial.buffer, 1 / self._num_ranks, self._earlier()
         target = self.store.reduced(buffer.tensor)
         self._in_flight = [buffer.tensor] if target is buffer.tensor else [buffer.tensor, target]
-        work = self.store.reduce(target, buffer, unit=unit, tag=tag)
-        if self.store.plan.reduce_bits is not None:
-            self._in_flight = [target]  # the partial buffer is encoded, and only the code is sent
 
-        def finish(*, is_wanted: bool = True) -> None:
-            work.wait()
-            self._in_flight = []
-            if is_wanted:
-                if self._casts and scale != 1:
-                    target.mul_(scale)  # fewer elements than there are to reduce
-                self._add(target, unit, tag)
+        def begin() -> Callable[..., None]:
+            if partial.divisor == 1 and not self._casts and scale != 1:
+                buffer.tensor.mul_(scale)
+            work = self.store.reduce(target, buffer, unit=unit, tag=tag)
+            if self.store.plan.reduce_bits is not None:
+                self._in_flight = [target]  # the buffer is encoded, and only the code is sent
 
-        return finish
+            def finish(*, is_wanted: bool = True) -> None:
+                work.wait()
+                self._in_flight = []
+                if is_wanted:
+                    if self._casts and scale != 1:
+                        target.mul_(scale)  # fewer elements than there are to reduce
+                    self._fresh = self.store.accumulate(target, resting, unit=unit, tag=tag)
 
-    def _add(self, reduced: Tensor, unit: str, tag: int) -> None:
-        """Start to move an average to where gradients rest, added to those not yet dropped."""
-        if self._fresh is not None:
-            # From this same pass: some gradients came after their unit's reduction.
-            self.wait()
-        self._fresh = self.store.accumulate(reduced, self._earlier(), unit=unit, tag=tag)
+            return finish
+
+        return self.store.comm.host_copies.beside(begin)
 
     def _earlier(self) -> Tensor | None:
         """Return the shard to which new gradients are added; ``None`` if there is none."""

@@ -256,8 +256,12 @@ class Store:
 
     def _sum_over_copies(self, total: Tensor, unit: str, tag: int) -> Work:
         """Start to sum a shard on the device over the copies, in place."""
-        copies = self._copies
-        return Pending() if copies is None else copies.all_reduce(total, unit=unit, tag=tag)
+        if self._copies is None:
+            return Pending()
+        work = self._copies.all_reduce(total, unit=unit, tag=tag)
+        if self.comm.host_copies.has_streams and self.plan.reduce_bits is not None:
+            work.wait()  # it decodes to memory of this stream
+        return work
 
     def retire(self) -> None:
         """Keep nothing but this rank's masters, in memory of their own."""

@@ -204,7 +204,9 @@ class Upload:
 
 
 class HostCopies:
-    """Copies between a device and its host, on a stream for each direction.
+    """What a device does beside computation: copies to and from its host, and reductions.
+
+    There is a stream for each direction, and one for reductions.
 
     A source on the device is kept until a copy has read it, and no longer than needed: those of two
     groups of copies, such as those of two units, are kept, and before those of an earlier group are
@@ -217,13 +219,15 @@ class HostCopies:
 
     Attributes:
         device: As given.
+        has_streams: Whether the device does anything beside computation.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        has_streams = device.type not in _WITHOUT_STREAMS
+        self.has_streams = has_streams = device.type not in _WITHOUT_STREAMS
         self._down_stream = torch.Stream(device) if has_streams else None
         self._up_stream = torch.Stream(device) if has_streams else None
+        self._reduce_stream = torch.Stream(device) if has_streams else None
         # End of the last copy that reads memory of the host's in place.
         self._up: torch.Event | None = None
         # What copies to the host still read, by group, the oldest first.
@@ -437,8 +441,8 @@ class HostCopies:
             self._let_go()
             self._held.append((landing.event, out))
             self._leaving.setdefault(group, []).append((landing, source))
-            while len(self._leaving) > _MOST_GROUPS:
-                self._drop_oldest()
+            if torch.accelerator.current_stream(self.device) != self._reduce_stream:
+                self._drop_old()
         return landing
 
     def storage_down(self, tensor: Tensor, group: object) -> tuple[Tensor, Landing]:
@@ -460,6 +464,10 @@ class HostCopies:
             while self._leaving and self._drop_oldest() != group:
                 pass
 
+    def _drop_old(self) -> None:
+        while len(self._leaving) > _MOST_GROUPS:
+            self._drop_oldest()
+
     def _drop_oldest(self) -> object:
         """Drop the sources of the oldest group, and return it."""
         oldest = next(iter(self._leaving))
@@ -467,6 +475,27 @@ class HostCopies:
         for landing, _ in self._leaving.pop(oldest):
             landing.precede(stream)
         return oldest
+
+    # -- reductions ------------------------------------------------------------------------------
+
+    def beside(self, begin: Callable[[], Callable[..., None]]) -> Callable[..., None]:
+        """Call ``begin``, and what it returns, on a stream beside computation.
+
+        Returns a function that makes computation wait for the stream. It refers to ``begin``, which
+        holds memory of the computation's stream that is used here; other memory is allocated and
+        freed on this stream. Without streams, returns what ``begin`` returns.
+        """
+        stream = self._reduce_stream
+        if stream is None:
+            return begin()
+        with self._beside_computation(stream):
+            begin()()
+            end = stream.record_event()
+        self._drop_old()
+        return partial(self._wait_on_device, end, begin)
+
+    def _wait_on_device(self, end: torch.Event, held: object, **_: object) -> None:
+        torch.accelerator.current_stream(self.device).wait_event(end)
 
     # -- the end ---------------------------------------------------------------------------------
 

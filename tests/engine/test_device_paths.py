@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_zero import estimate
 from lightning_zero.comm import Communicator, Traffic, sum_of
+from lightning_zero.comm.transport import Collectives
 from lightning_zero.engine import ActivationOffload, Engine
 from lightning_zero.optimizer import clip
 from lightning_zero.plan import RECIPES, Offload, Settings
@@ -262,3 +263,35 @@ def test_path(ranks: Pools, tmp_path: Path, name: str) -> None:
             added = down * (way.num_microbatches - 1) // way.num_microbatches
             assert seen.crossed == {"up": up + added, "down": down}
             assert seen.crossed == {verb: seen.sent[verb] for verb in ("up", "down")}
+
+
+def sums(folder: str) -> tuple[list[tuple[str, str]], set[str]]:
+    """Return a step's reductions, by unit and axis, in order, and the streams of its kernels."""
+    seen: list[tuple[str, str]] = []
+    way = Way({"stage": 3, "shard": 2}, MIXED, num_microbatches=2, world=4)
+    own = Collectives.reduce, Collectives.all_reduce
+
+    def reduce(transport: Any, *args: Any, unit: str, tag: int) -> Any:
+        seen.append((unit, "shard"))
+        return own[0](transport, *args, unit=unit, tag=tag)
+
+    def all_reduce(transport: Any, *args: Any, unit: str, tag: int) -> Any:
+        seen.append((unit, "replicate"))
+        return own[1](transport, *args, unit=unit, tag=tag)
+
+    with (
+        beside_the_host() as device,
+        mock.patch.object(Collectives, "reduce", reduce),
+        mock.patch.object(Collectives, "all_reduce", all_reduce),
+    ):
+        steps(way, folder, device)
+    return seen[-4 * (NUM_BLOCKS + 1) :], {one.who for one in device.done if one.kind == "kernel"}
+
+
+def test_sums_over_copies_begin_with_their_unit_beside_computation(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    for seen, streams in ranks(4).run(sums, str(tmp_path)):
+        assert [axis for _, axis in seen] == ["shard", "replicate"] * (len(seen) // 2)
+        assert [unit for unit, _ in seen[::2]] == [unit for unit, _ in seen[1::2]]
+        assert len(streams) == 2, "computation's, and that of casts and sums of gradients"

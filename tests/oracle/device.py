@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_zero.comm import control, transport
+from lightning_zero.comm import communicator, control, transport
 from lightning_zero.optimizer import UnitStep
 from lightning_zero.plan import Offload
 from lightning_zero.tensors import (
@@ -589,6 +589,7 @@ def _on_host(device: Device) -> Iterator[Any]:
 
 def _streams(device: Device) -> Iterator[Any]:
     """Yield the patches that give a CPU the streams and collectives of a device."""
+    yield mock.patch.object(communicator, "backend_for", return_value="that of a device")
     yield mock.patch.object(transfers, "_WITHOUT_STREAMS", ("meta",))
     yield mock.patch.object(torch, "Stream", device.stream)
     yield mock.patch.object(torch.accelerator, "current_stream", device.current_stream)
