@@ -45,6 +45,7 @@ from torch import Tensor
 from lightning_zero.comm import Control, Extent, SyncPoint, sum_into, sum_of
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import hops
+from lightning_zero.comm.transport import Collectives
 from lightning_zero.plan.layout import ALIGNMENT
 
 # torch 2.13 renamed the two and warns about the old names.
@@ -231,7 +232,9 @@ def transports(device: torch.device) -> dict[str, Communicator]:
     if found[0].transport.reads_peers:
         found.append(Communicator(device, reads_peers=False))
     if dist.get_backend() == "gloo":
-        found.append(Communicator(device, direct=False))
+        comm = Communicator(device, reads_peers=False)
+        comm.transport = Collectives(comm.control, comm.mesh.shard, device)
+        found.append(comm)
     return {name_of(comm): comm for comm in found}
 
 
@@ -293,7 +296,7 @@ def compare(job: Job) -> list[dict[str, Any]]:
             comm.transport.release_scratch()
             comm.transport.release()
     for comm in comms.values():
-        comm.control.leave()
+        comm.control.watchdog.leave()
     return found
 
 
@@ -329,7 +332,7 @@ def meet(rank: int, job: Job, port: int, answer: Path) -> None:
             number_of_hops = len([*hops(0, job.world)])
             answer.write_text(json.dumps({"hops": number_of_hops, **medians}))
         dist.barrier()
-        control.leave()
+        control.watchdog.leave()
 
 
 def latency_table(worlds: list[int], rounds: int) -> str:

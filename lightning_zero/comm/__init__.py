@@ -13,7 +13,7 @@ watchdog          the collectives of this rank, and what ends a run when one nev
 process_groups    one process group per purpose; the default group after a restart by torchrun
 """
 
-from lightning_zero.comm.coded import Cargo, Codec
+from lightning_zero.comm.coded import Codec
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.control import (
     Control,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
-from enum import Enum
 from math import inf
 
 import torch
@@ -98,76 +97,74 @@ class Codec:
             yield blocks[:, chunk], scales[:, chunk], integers[:, chunk]
 
 
-class Cargo(Enum):
-    """Data that is sent quantized; the value is the kind of memory that its codes count as."""
-
-    WEIGHTS = "gathered"
-    """Rounded to nearest: the same masters always give the same weights."""
-    GRADIENTS = "unreduced"
-    """Rounded stochastically, so that errors have no direction in which they add up."""
-
-
 class Coded:
     """Quantized gathers and reductions of one store along one axis.
 
+    Weights are rounded to nearest: the same masters always give the same. Gradients are rounded
+    stochastically, so that errors have no direction in which they add up.
+
     Args:
         transport: Carries the codes.
-        cargo: What is sent.
         ranks: The transport's ranks, which seed the noise: the same on ranks that have parts of one
             model, so that parameters that are not cut stay equal.
     """
 
-    def __init__(self, transport: Transport, cargo: Cargo, ranks: tuple[int, ...]) -> None:
-        self._transport, self._size = transport, transport.size
-        self._cargo, self._ranks = cargo, ranks
+    def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
+        self._transport, self._size, self._ranks = transport, transport.size, ranks
         self._num_coded = 0
 
-    def gather(self, out: Tensor, source: Shards, *, unit: str, tag: int) -> Work:
-        """Gather like :meth:`Transport.gather`, quantized."""
+    def gather(
+        self,
+        out: Tensor,
+        source: Shards,
+        *,
+        unit: str,
+        tag: int,
+        noise: torch.Generator | None = None,
+    ) -> Work:
+        """Gather like :meth:`Transport.gather`, quantized; with ``noise``, sums of gradients."""
         codec = Codec(source.own.numel())
-        codes = self._buffer(self._size * codec.nbytes)
+        codes = self._buffer(codec, "gathered" if noise is None else "unreduced")
         own = codes.view(self._size, codec.nbytes)[self._transport.rank]
-        codec.encode(source.own, own, self._noise(unit, tag, codes.device))
+        codec.encode(source.own, own, noise)
         work = self._transport.gather(codes, Shards(own), unit=unit, tag=tag)
         return Pending([work], then=lambda: codec.decode(codes, out))
 
     def reduce(self, out: Tensor, source: ReduceBuffer, *, unit: str, tag: int) -> Work:
         """Reduce like :meth:`Transport.reduce`, quantized; ``source`` has been read on return."""
         codec = Codec(out.numel())
-        sent = self._buffer(self._size * codec.nbytes)
+        sent, received = self._buffer(codec, "unreduced"), self._buffer(codec, "unreduced")
         codec.encode(source.tensor, sent, self._noise(unit, tag, sent.device))
-        received = self._buffer(sent.numel())
         work = self._transport.all_to_all(received, sent, unit=unit, tag=tag)
         return Pending([work], then=lambda: codec.add_up(received, out))
 
     def all_reduce(self, tensor: Tensor, *, unit: str, tag: int) -> Work:
-        """Add up like :meth:`Transport.all_reduce`, quantized both ways.
+        """Add up gradients like :meth:`Transport.all_reduce`, quantized both ways.
 
         Ranks take part in whole blocks: a tensor of another size is padded with zeros.
         """
         numel, multiple = tensor.numel(), self._size * ALIGNMENT
         whole, padded = tensor, -(-numel // multiple) * multiple
         if padded != numel:
-            whole = self._transport.passing_buffer(padded, tensor.dtype, self._cargo.value)
+            whole = self._transport.passing_buffer(padded, tensor.dtype, "unreduced")
             whole[:numel].copy_(tensor)
             whole[numel:].zero_()
         part = whole.new_empty(padded // self._size)
 
         def gather() -> None:
-            self.gather(whole, Shards(part), unit=unit, tag=tag).wait()
+            noise = self._noise(unit, tag, part.device)
+            self.gather(whole, Shards(part), unit=unit, tag=tag, noise=noise).wait()
             if whole is not tensor:
                 tensor.copy_(whole[:numel])
 
         reduced = self.reduce(part, ReduceBuffer(whole), unit=unit, tag=tag)
         return Pending([reduced], then=gather)
 
-    def _buffer(self, nbytes: int) -> Tensor:
-        return self._transport.passing_buffer(nbytes, torch.uint8, self._cargo.value)
+    def _buffer(self, codec: Codec, kind: str) -> Tensor:
+        return self._transport.passing_buffer(self._size * codec.nbytes, torch.uint8, kind)
 
-    def _noise(self, unit: str, tag: int, device: torch.device) -> torch.Generator | None:
+    def _noise(self, unit: str, tag: int, device: torch.device) -> torch.Generator:
         """Return this rank's noise for a unit's next code, the same in every run."""
-        if self._cargo is Cargo.WEIGHTS:
-            return None
         if device.type == "meta":
             return torch.default_generator
         self._num_coded += 1

@@ -8,16 +8,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.coded import Cargo, Coded
+from lightning_zero.comm.coded import Coded
 from lightning_zero.comm.control import Control, SyncPoint
 from lightning_zero.comm.mesh import Axis, Mesh
-from lightning_zero.comm.process_groups import backend_for, is_initialized
+from lightning_zero.comm.process_groups import backend_for, default_world_size
 from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.tensor_parallel import DATA, TENSOR, device_mesh
 from lightning_zero.comm.traffic import StepTimes, Traffic
@@ -30,8 +29,6 @@ class Communicator:
 
     Args:
         device: Where weights and gradients are.
-        direct: Send messages between ranks, which is best for gloo, instead of using the backend's
-            collectives; ``None`` chooses by the backend.
         reads_peers: ``False`` reads no other rank's memory, even where this host allows it.
         num_shards: Ranks over which buffers are sharded; all by default. The same on every rank.
         tensor_size: Ranks over which tensor parallelism cuts parameters.
@@ -56,21 +53,19 @@ class Communicator:
         self,
         device: torch.device,
         *,
-        direct: bool | None = None,
         reads_peers: bool | None = None,
         num_shards: int | None = None,
         tensor_size: int = 1,
     ) -> None:
         self.device = device
-        is_direct = True
-        if is_initialized():
-            is_direct = backend_for(device.type) == "gloo" if direct is None else direct
-            if is_direct and dist.get_world_size() > 1 and device.type != "cpu":
-                raise ValueError(
-                    f"Weights are on a device of type {device.type!r}, but the process group's"
-                    f" backend is {dist.get_backend()!r}, which can only send host memory. Use the"
-                    " device's own backend: ZeROStrategy(process_group_backend='nccl')."
-                )
+        is_alone = default_world_size() == 1
+        self._sends_messages = is_alone or backend_for(device.type) == "gloo"
+        if self._sends_messages and not is_alone and device.type != "cpu":
+            raise ValueError(
+                f"Weights are on a device of type {device.type!r}, but the process group's backend"
+                f" is {dist.get_backend()!r}, which can only send host memory. Use the device's own"
+                " backend: ZeROStrategy(process_group_backend='nccl')."
+            )
         require_abilities(device)
         self.control = Control()
         sizes = num_shards, tensor_size
@@ -79,15 +74,15 @@ class Communicator:
                 raise ValueError(f"Expected the same number of shards on all ranks, got {asked}.")
         self.mesh = Mesh(self.control.rank, self.control.world_size, *sizes)
         may_share = reads_peers is not False and device.type == "cpu"
-        choose = partial(self._choose, is_direct=is_direct, may_share=may_share)
-        self.transport = choose(self.mesh.shard)
+        self.transport = self._choose(self.mesh.shard, may_share=may_share)
         self.transports: dict[str, Transport] = {"shard": self.transport}
         if self.mesh.replicate.size > 1:
-            self.transports["replicate"] = choose(self.mesh.replicate)
+            replicate = self._choose(self.mesh.replicate, may_share=may_share)
+            self.transports["replicate"] = replicate
 
-    def _choose(self, axis: Axis, *, is_direct: bool, may_share: bool) -> Transport:
+    def _choose(self, axis: Axis, *, may_share: bool) -> Transport:
         """Return the fastest transport for an axis (see ``examples/benchmarks/wires.py``)."""
-        if not is_direct and axis.size > 1:
+        if axis.size > 1 and not self._sends_messages:
             # NCCL reduce-scatters and gathers over the device's own links, sends no more than it
             # must, and has no tags that could tell messages of two units apart.
             return Collectives(self.control, axis, self.device)
@@ -99,13 +94,12 @@ class Communicator:
         # alone sends nothing, whatever the backend.
         return Transport(self.control, axis, self.device)
 
-    def coded(self, transport: Transport, bits: int | None, cargo: Cargo) -> Transport | Coded:
-        """Return ``transport``, or one that sends ``cargo`` by it in 8 ``bits``, as messages."""
+    def coded(self, transport: Transport, bits: int | None) -> Transport | Coded:
+        """Return ``transport``, or one that sends by it in 8 ``bits``, as messages."""
         if bits is None:
             return transport
         tensor_size = 1 if self.mesh.tensor is None else self.mesh.tensor.size
-        numbers = tuple(rank // tensor_size for rank in transport.axis.ranks)
-        return Coded(transport, cargo, numbers)
+        return Coded(transport, tuple(rank // tensor_size for rank in transport.axis.ranks))
 
     @property
     def traffic(self) -> Traffic:

@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.futures import Future
 
 from lightning_zero.comm.process_groups import (
-    destroy,
     give_up_devices,
     is_initialized,
     kept,
@@ -172,7 +171,6 @@ class Control:
         self._last_ahead: Sequence[Work] = ()
         self._begun_ahead: queue.SimpleQueue[Any] | None = None
         self._group: Any = None
-        self._separated: list[Control] = []
         self._is_separate = False
         if is_initialized() and not alone:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -352,27 +350,12 @@ class Control:
         return watchdog.explained() if self._is_separate else watchdog.at(place)
 
     def separate(self) -> Control:
-        """Make a control plane with a group of its own, to exchange values in another thread.
-
-        The group lasts until :meth:`leave`.
-        """
+        """Return a control plane with a group of its own, to exchange values in another thread."""
         other = copy.copy(self)
-        other._is_separate, other._separated = True, []
+        other._is_separate = True
         if self.world_size > 1:
-            other._group = new_group_of_hosts()
-            self._separated.append(other)
+            other._group = kept("another thread", new_group_of_hosts)
         return other
-
-    def leave(self) -> None:
-        """Stop taking part in collectives, and destroy the groups made by :meth:`separate`.
-
-        All ranks must have received everything sent there.
-        """
-        self.watchdog.leave()
-        for other in self._separated:
-            destroy(other._group)
-            other._group = None
-        self._separated = []
 
 
 _KINDS: list[type[Exception]] = [

@@ -113,7 +113,7 @@ def backend_for(device: str, group: Any = None) -> str:
 
 
 def new_group_of_hosts() -> Any:
-    """Make a group of all ranks on their CPUs, to end with :func:`destroy`; a collective.
+    """Make a group of all ranks on their CPUs; a collective.
 
     Many ranks are connected only with those that they exchange messages with.
     """
@@ -149,32 +149,17 @@ def _backends_of(group: Any) -> Iterator[Any]:
             yield group._get_backend(device)
 
 
-def destroy(group: Any) -> None:
-    """Destroy a group whose messages have all arrived, unless it ended with the default group."""
-    if dist.is_initialized():
-        _let_go()
-        with contextlib.suppress(ValueError):
-            dist.destroy_process_group(group)
-
-
 def end(*, after_error: bool) -> None:
     """Destroy all groups, before the process exits."""
     if dist.is_initialized():
         if after_error:
             # What the devices of this rank still send may never be received.
             give_up_devices()
-        _let_go()
+        # Gloo's threads need the GIL to free what they have sent, and torch (2.13) joins them
+        # without releasing it: a group destroyed right after its last message hung once in fifty.
+        last_works.clear()
+        sleep(_SECONDS_TO_LET_GO)
         dist.destroy_process_group()
-
-
-def _let_go() -> None:
-    """Give gloo's threads time to free what they have sent, for which they need the GIL.
-
-    Torch (2.13) joins them without releasing it. A group that was destroyed right after its last
-    message hung once in fifty times.
-    """
-    last_works.clear()
-    sleep(_SECONDS_TO_LET_GO)
 
 
 def is_of_connection(error: BaseException) -> bool:

@@ -11,7 +11,6 @@ parameter. Transformers resolves the plan and implements the styles, on DTensor.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,15 +91,23 @@ class _LentDTensor(DTensor):
 
     Attributes:
         parameter: The parameter: this rank's part.
+        is_view: Whether it is a view of what a module has returned, which stands for the parameter.
     """
 
     parameter: Any
+    is_view: bool
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Refuse reads of released memory, and note changes; views are lent too."""
+        """Refuse reads of released memory, and note changes; views are lent too.
+
+        Access to attributes and hooks of what stands for a parameter is forwarded to it.
+        """
+        if func in _OF_PARAMETERS and isinstance(args[0], cls) and not args[0].is_view:
+            own = [_local(one, args[0]) for one in args[1:]]
+            return _OF_PARAMETERS[func](args[0].parameter, *own, **(kwargs or {}))
         with internals.as_plain_tensors():
             used = [
                 one
@@ -118,20 +125,6 @@ class _LentDTensor(DTensor):
                     torch.autograd.graph.increment_version(one.parameter)
             _lend_views(result, used)
             return result
-
-
-class _ReadDTensor(_LentDTensor):
-    """The DTensor that a module returns for a parameter, for which it stands."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Forward access to a parameter's attributes and hooks, not its values, to it."""
-        if func in _OF_PARAMETERS and isinstance(args[0], cls):
-            own = [_local(one, args[0]) for one in args[1:]]
-            return _OF_PARAMETERS[func](args[0].parameter, *own, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs)
 
 
 _OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
@@ -153,7 +146,7 @@ _OF_PARAMETERS: dict[Any, Callable[..., Any]] = {
 
 def parameter_behind(value: Any) -> Any:
     """Return the parameter that was read from its module as ``value``, or ``value``."""
-    return value.parameter if isinstance(value, _ReadDTensor) else value
+    return value.parameter if isinstance(value, _LentDTensor) and not value.is_view else value
 
 
 def _local(value: Any, like: DTensor) -> Any:
@@ -170,9 +163,13 @@ def _lend_views(result: Any, used: Sequence[_LentDTensor]) -> None:
             key = internals.storage_key(made._local_tensor)
             for one in used:
                 if key == internals.storage_key(one._local_tensor):
-                    made.__class__ = _LentDTensor  # not by a call, which would add a node
-                    made.parameter = one.parameter  # type: ignore[attr-defined]
+                    _lend(made, one.parameter, is_view=True)
                     break
+
+
+def _lend(made: Any, parameter: Tensor, *, is_view: bool) -> None:
+    made.__class__ = _LentDTensor  # not by a call, which would add a node to the graph
+    made.parameter, made.is_view = parameter, is_view
 
 
 def _version_of(value: Tensor) -> int:
@@ -269,16 +266,14 @@ class DTensorForm:
             return whole  # compiled code keeps nothing
         if part.shape == self.shape and self.cut is not None:
             return part  # an optimizer that steps all at once has the whole here
-        # Not by a call, which would add a node to the graph.
-        whole.__class__ = _ReadDTensor
-        whole.parameter = part  # type: ignore[attr-defined]
+        _lend(whole, part, is_view=False)
         return whole
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensorForm:
         return self
 
 
-_READS_PARTS = "_lightning_zero_reads_parts"
+_READS_PARTS, _STYLED = "_lightning_zero_reads_parts", "_lightning_zero_styled"
 
 
 def cut_by_own_plan(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -307,7 +302,8 @@ def cut_by_own_plan(module: nn.Module, mesh: DeviceMesh) -> None:
         for (first, name), *others in ties.values():
             parameter = first._parameters[name]
             for child, own in others:
-                if _form(child._parameters[own]) != _form(parameter):
+                both: list[Any] = [parameter, child._parameters[own]]
+                if len({getattr(one, "placements", None) for one in both}) > 1:
                     raise ValueError(
                         f"The plan of {type(model).__name__} splits a tied parameter, {name!r} of"
                         f" {type(first).__name__} and {own!r} of {type(child).__name__}, in"
@@ -359,61 +355,36 @@ def _apply(
             module = modules[name]
             if word == "mla_kv_a_proj":
                 module.config = model.config.get_text_config()
-            _StyledForward(style, mesh).install(module)
+            _install_forward(style, module, mesh)
 
 
-class _StyledForward:
-    """The ``forward`` of a module with one of Transformers' styles.
+def _install_forward(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give a module, and its copies, the ``forward`` of one of Transformers' styles.
 
     The style makes a function that refers to the module, which a deep copy of the module would
-    share. This one is made anew for each copy.
-
-    Args:
-        style: Transformers' style.
-        mesh: The ranks of the tensor-parallel group.
+    share. So each copy makes its own.
     """
 
-    def __init__(self, style: Any, mesh: DeviceMesh) -> None:
-        self._style, self._mesh = style, mesh
+    def make(module: nn.Module) -> None:
+        style.install_forward(module, mesh)
+        vars(module)[_STYLED] = id(module), vars(module).pop("forward")
 
-    def install(self, module: nn.Module) -> None:
-        """Replace the module's ``forward``, now and in its copies."""
-        self._make(module)
-        vars(module)["forward"] = types.MethodType(self, module)
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if vars(module)[_STYLED][0] != id(module):
+            own = vars(module).pop("forward")
+            make(module)
+            vars(module)["forward"] = own
+        before = reads_parts(module)
+        vars(module)[_READS_PARTS] = before or style.should_use_local_tensors(module)
+        try:
+            return vars(module)[_STYLED][1](*args, **kwargs)
+        finally:
+            vars(module)[_READS_PARTS] = before
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        owner, forward = vars(module)["_lightning_zero_styled"]
-        if owner != id(module):
-            before = vars(module).pop("forward")
-            forward = self._make(module)
-            vars(module)["forward"] = before
-        if not self._style.should_use_local_tensors(module):
-            return forward(*args, **kwargs)
-        with _reading_parts(module):
-            return forward(*args, **kwargs)
-
-    def _make(self, module: nn.Module) -> Callable[..., Any]:
-        self._style.install_forward(module, self._mesh)
-        forward: Callable[..., Any] = vars(module).pop("forward")
-        vars(module)["_lightning_zero_styled"] = id(module), forward
-        return forward
-
-
-@contextlib.contextmanager
-def _reading_parts(module: nn.Module) -> Iterator[None]:
-    """Enter a context in which a module that is trained reads parts instead of DTensors."""
-    before = reads_parts(module)
-    vars(module)[_READS_PARTS] = True
-    try:
-        yield
-    finally:
-        vars(module)[_READS_PARTS] = before
+    make(module)
+    vars(module)["forward"] = types.MethodType(forward, module)
 
 
 def reads_parts(module: nn.Module) -> bool:
     """Return whether a module's forward reads its parameters as this rank's parts."""
     return bool(vars(module).get(_READS_PARTS, False))
-
-
-def _form(parameter: Any) -> Any:
-    return parameter.placements if is_dtensor(parameter) else None

@@ -16,10 +16,10 @@ Every rank has a connection to a **hub** in the process of rank 0. Nothing is se
 
     begin, wait ─────────>  has waited for 2 s? ───── place ───────>  each waits for what another
                                                                       has not begun?
-    raises ────────────────────────────────────────── failed ──────>  the first error ends the run
+    raises ────────────────────────────────────────── end ─────────>  the first error ends the run
     a message fails ───────────────────────────────── lost ────────>
     needs no more ─────────────────────────────────── place ───────>
-                            has the run ended? <───── end, failed ──
+                            has the run ended? <───── end ──────────
     the wait raises <─────  gives up all connections
     raises the error
 
@@ -30,10 +30,9 @@ a file may take as long as it likes: it has no place. On a device, messages are 
 host may be blocked anywhere behind one that never ends. So a rank that begins nothing for 5 s is in
 the place of the last message that it has queued, as if it waited for that; the proof is the same.
 
-A rank that waits when the run ends gives up its connections at once, so that the wait raises, or
-after :data:`LAST_SECONDS` if another has raised an exception. One that computes raises at its next
-collective; if it waits in a collective of the user's own, which no watchdog knows, it gives up its
-connections :data:`GRACE_SECONDS` later.
+A rank that waits :data:`LAST_SECONDS` for a collective when the run has ended gives up its
+connections, so that the wait raises. So does one that waits in a collective of the user's own,
+which no watchdog knows, :data:`GRACE_SECONDS` after the end.
 
 After the set-up no rank asks the store of the process group for anything: rank 0, which usually
 hosts it, may exit before the others.
@@ -81,8 +80,8 @@ GRACE_SECONDS = 5.0
 """How long after the end a rank that waits nowhere keeps its connections."""
 
 LAST_SECONDS = 1.0
-"""How long a rank waits for one collective after another has raised an exception. That may have
-begun it: where all ranks raise at one place, each gets there and raises its own exception."""
+"""How long a rank waits for a collective after the end. The others may have begun it: where all
+ranks raise at one place, each gets there and raises its own exception."""
 
 _ANSWER_SECONDS = 5
 """How long a rank waits for its hub: to connect, to send, and for the end of the run."""
@@ -127,14 +126,6 @@ class CollectiveId(NamedTuple):
     channel: str
     number: int
     ranks: Sequence[int] = ()
-
-
-class Wait(NamedTuple):
-    """A wait for a collective, its start by ``time.monotonic``, and the function that waits."""
-
-    collective: CollectiveId
-    since: float
-    frame: FrameType
 
 
 class Place(NamedTuple):
@@ -310,7 +301,7 @@ class Hub:
         self._places: dict[int, Place] = {}
         self._gone: list[int] = []
         self._loss: tuple[int, str] | None = None
-        self._end: tuple[str, str] | None = None
+        self._end = ""
 
     @property
     def ends(self) -> list[Any]:
@@ -347,13 +338,13 @@ class Hub:
         self._num_missing -= 1
         if not self._num_missing:
             self._door.close()
-        if self._end is not None:
-            line.send(*self._end)
+        if self._end:
+            line.send("end", self._end)
 
     def _take(self, rank: int, kind: str, value: Any) -> None:
         """Take a message of a rank."""
-        if kind == "failed":
-            self._publish(value, "failed")
+        if kind == "end":
+            self._publish(value)
         elif kind == "silent":
             ranks = next((ranks for ranks in self.hosts.values() if rank in ranks), [rank])
             self._publish(_lost_host(ranks), is_news=True)
@@ -369,12 +360,12 @@ class Hub:
             if len(self._places) == self._world_size and are_stuck(self._places):
                 self._publish(diverged(self._places), is_news=True)
 
-    def _publish(self, end: str, kind: str = "end", *, is_news: bool = False) -> None:
+    def _publish(self, end: str, *, is_news: bool = False) -> None:
         """End the run on all ranks with an error, unless it has ended."""
-        if self._end is None:
-            self._end = kind, end
+        if not self._end:
+            self._end = end
             for line in self._lines:
-                line.send(kind, end)
+                line.send("end", end)
             if is_news:
                 log.error("%s", end)
 
@@ -393,7 +384,7 @@ class Watchdog:
             all ranks.
         begun: How many collectives of each channel have begun.
         untagged: The last collective that only its order identifies, if there was one.
-        waiting: The wait that is under way, if any.
+        waiting: The wait that is under way, if any: for a collective, since when, and where.
         verdict: The error that ended the run on all ranks.
         is_over: Whether the connections are given up, so that every collective raises the verdict.
             Until then, collectives that the others have begun too still end.
@@ -405,7 +396,7 @@ class Watchdog:
         self.events: list[str] = []
         self.begun: Counter[str] = Counter()
         self.untagged: CollectiveId | None = None
-        self.waiting: Wait | None = None
+        self.waiting: tuple[CollectiveId, float, FrameType] | None = None
         self.verdict = ""
         self.is_over = False
         self.has_left = True
@@ -476,7 +467,7 @@ class Watchdog:
             # Gloo may wait forever for works after one has failed.
             raise RuntimeError(self.verdict)
         # Not within `explained`, as a context would cost six calls for every message.
-        self.waiting = Wait(collective, monotonic(), sys._getframe(1))
+        self.waiting = collective, monotonic(), sys._getframe(1)
         try:
             for work in works:
                 work.wait()
@@ -489,7 +480,7 @@ class Watchdog:
     @contextlib.contextmanager
     def at(self, name: str) -> Iterator[None]:
         """Begin a collective, and mark code that waits for it."""
-        self.waiting = Wait(self.begin(name), monotonic(), sys._getframe(2))
+        self.waiting = self.begin(name), monotonic(), sys._getframe(2)
         try:
             with self.explained():
                 yield
@@ -515,7 +506,8 @@ class Watchdog:
         if (count := sum(begun.values())) != self._quiet[0]:
             self._quiet = count, monotonic()
         if waiting is not None:
-            collective, caller, since = waiting.collective, _caller(waiting.frame), waiting.since
+            collective, since, frame = waiting
+            caller = _caller(frame)
         elif last is not None and monotonic() - self._quiet[1] > QUIET_SECONDS:
             collective, caller, since = last, "", self._quiet[1]
         else:
@@ -560,7 +552,7 @@ class Watchdog:
         if process_groups.is_of_connection(error):
             self._lose(error)
             error.__cause__, error.args = RuntimeError(*error.args), (self.verdict,)
-        elif not self.verdict and self._tell("failed", _failed(self._rank, self.step, error)):
+        elif not self.verdict and self._tell("end", _failed(self._rank, self.step, error)):
             self._has_ended.wait(_ANSWER_SECONDS)  # until all have been told
 
     def leave(self) -> None:
@@ -593,8 +585,8 @@ class Watchdog:
         """Tell the hub where this rank is if it has waited for long, and obey the hub."""
         for line in self.ends:
             for kind, value in line.receive():
-                if kind in ("failed", "end"):
-                    self._stop(value, is_over=kind == "end")
+                if kind == "end":
+                    self._stop(value)
                 elif kind == "silent":
                     log.error("%s", end := _lost_host(self._neighbors))
                     self._stop(end)
@@ -606,15 +598,15 @@ class Watchdog:
         elif what := process_groups.failure_on_device():  # this rank may be blocked by it
             if not self._tell("lost", (what, self.place())):
                 self._stop(_lost(what, {0: "has exited"}))
+                self.is_over = True
                 process_groups.give_up_devices()
         elif (here := self.place(PATIENCE)) != self._told:
             self._told = here
             self._tell("place", here)
 
-    def _stop(self, end: str, *, is_over: bool = True) -> None:
+    def _stop(self, end: str) -> None:
         """End the run on this rank."""
         self.verdict = self.verdict or end
-        self.is_over = self.is_over or is_over
         self._ended_at = monotonic()
         for line in self.ends:
             line.close()
@@ -624,8 +616,7 @@ class Watchdog:
     def _obey(self, ended_at: float) -> None:
         """Make this rank's waits raise, also those that no watchdog knows."""
         waiting = self.waiting
-        patience = TICK if self.is_over else LAST_SECONDS
-        waits = waiting is not None and monotonic() - waiting.since > patience
+        waits = waiting is not None and monotonic() - waiting[1] > LAST_SECONDS
         if waits or monotonic() - ended_at > GRACE_SECONDS:
             self._ended_at = ended_at if waits else inf
             self.is_over = True

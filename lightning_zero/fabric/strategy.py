@@ -381,7 +381,7 @@ def kept(state: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
 def _leave(engines: list[Engine]) -> None:
     """Let these engines stop taking part in collectives."""
     for engine in engines:
-        engine.comm.control.leave()
+        engine.comm.control.watchdog.leave()
 
 
 class _BackwardSync(internals.BackwardSyncControl):

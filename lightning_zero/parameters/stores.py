@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm import Cargo, Codec, Communicator, Extent, Pending, Shards, weights_of
+from lightning_zero.comm import Codec, Communicator, Extent, Pending, Shards, weights_of
 from lightning_zero.plan import FlatSpec, Layout, Medium, Plan
 from lightning_zero.tensors import (
     LARGE_BYTES,
@@ -132,11 +132,11 @@ class Store:
         if not plan.rests_apart:
             self._whole, masters = masters.own, masters.sharded(comm.mesh.shard)
         self.gather = comm.transport.gather
-        self._gather_weights = comm.coded(comm.transport, plan.gather_bits, Cargo.WEIGHTS).gather
-        self.reduce = comm.coded(comm.transport, plan.reduce_bits, Cargo.GRADIENTS).reduce
+        self._gather_weights = comm.coded(comm.transport, plan.gather_bits).gather
+        self.reduce = comm.coded(comm.transport, plan.reduce_bits).reduce
         copies = comm.transports.get("replicate")
         self.has_copies = copies is not None
-        self._copies = copies and comm.coded(copies, plan.reduce_bits, Cargo.GRADIENTS)
+        self._copies = copies and comm.coded(copies, plan.reduce_bits)
         self._per_copy = 1 / comm.mesh.replicate.size
         self._rest(masters)
 

@@ -466,7 +466,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
 
     def _leave_ranks(self) -> None:
         if self._run is not None:
-            self._run.comm.control.leave()
+            self._run.comm.control.watchdog.leave()
 
     # -- checkpoints -----------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Cargo, Codec, Communicator, Shards
+from lightning_zero.comm import Codec, Shards
+from tests.oracle.projects import communicator_by
 from tests.oracle.ranks import Pools
 
-CPU = torch.device("cpu")
 NUMEL = 64 * 30
 
 
@@ -70,30 +70,29 @@ def test_nothing_is_coded_as_nothing() -> None:
     assert _back(Codec(0), torch.empty(0)).numel() == 0
 
 
-def _over_ranks(way: dict[str, bool]) -> tuple[list[float], list[float], int, int]:
+def _over_ranks(way: str) -> tuple[list[float], list[float], int, int]:
     """Return what a coded gather and reduction leave on this rank, and the bytes that it sent."""
-    comm = Communicator(CPU, reads_peers=False, **way)
+    comm = communicator_by(way)
     before = torch.random.get_rng_state()
-    weights = comm.coded(comm.transport, 8, Cargo.WEIGHTS)
-    gradients = comm.coded(comm.transport, 8, Cargo.GRADIENTS)
+    coded = comm.coded(comm.transport, 8)
     rank, size = comm.mesh.shard.rank, comm.mesh.shard.size
     whole = torch.empty(size * NUMEL, dtype=torch.bfloat16)
-    weights.gather(whole, Shards(_values(rank)), unit="w", tag=1).wait()
+    coded.gather(whole, Shards(_values(rank)), unit="w", tag=1).wait()
     partial_sum = comm.transport.reduce_buffer(size * NUMEL, torch.float32)
     partial_sum.tensor.copy_(_values(rank, size * NUMEL))
     out = torch.empty(NUMEL)
-    work = gradients.reduce(out, partial_sum, unit="g", tag=2)
+    work = coded.reduce(out, partial_sum, unit="g", tag=2)
     work.wait()
-    if way["direct"]:  # a thread of the backend lets go when it likes
+    if way == "point to point":  # a thread of the backend lets go when it likes
         assert [len(codes) for codes in comm.transport.passing.values()] == [0, 0]
     assert torch.equal(torch.random.get_rng_state(), before)
     sent = comm.transport.ledger.total
-    comm.control.leave()
+    comm.control.watchdog.leave()
     return whole.tolist(), out.tolist(), sent["w", "gather"].bytes, sent["g", "reduce"].bytes
 
 
-@pytest.mark.parametrize("way", [{"direct": True}, {"direct": False}])
-def test_ranks_send_codes_and_add_up_in_fp32(ranks: Pools, way: dict[str, bool]) -> None:
+@pytest.mark.parametrize("way", ["point to point", "backend"])
+def test_ranks_send_codes_and_add_up_in_fp32(ranks: Pools, way: str) -> None:
     by_rank = ranks(3).run(partial(_over_ranks, way))
     shown = torch.cat([_back(Codec(NUMEL), _values(rank)) for rank in range(3)]).bfloat16()
     total = sum(_values(rank, 3 * NUMEL) for rank in range(3))

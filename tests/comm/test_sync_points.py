@@ -39,7 +39,7 @@ def _maxima(number: int) -> list[bytes]:
         found.append(ahead.wait())
     control.call(SyncPoint.BEGIN, own)  # abandoned, as after an exception: the others' still ends
     found.append(control.call(SyncPoint.END, own).wait())
-    control.leave()
+    control.watchdog.leave()
     return found
 
 
@@ -56,7 +56,7 @@ def _train_after_an_exception() -> None:
     if left.control.rank:
         left.control.call(SyncPoint.FORWARD)
         left.transport.gather(torch.empty(4), Shards(torch.ones(2)), unit="a", tag=1)
-    left.control.leave()
+    left.control.watchdog.leave()
     comm = Communicator(cpu, reads_peers=False)
     whole = torch.empty(4)
     comm.transport.gather(whole, Shards(torch.full((2,), 3.0)), unit="a", tag=1).wait()
@@ -64,7 +64,7 @@ def _train_after_an_exception() -> None:
     ahead = comm.control.call(SyncPoint.BEGIN)
     comm.control.call(SyncPoint.STEP).wait()
     ahead.wait()
-    comm.control.leave()
+    comm.control.watchdog.leave()
 
 
 def test_messages_of_a_run_do_not_meet_those_of_another(ranks: Pools) -> None:

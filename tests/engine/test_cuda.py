@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_zero import MemoryMonitor
 from lightning_zero.checkpoint import optimizer_state
-from lightning_zero.comm import Communicator, Control
+from lightning_zero.comm import Control
 from lightning_zero.comm.transport import Collectives
 from lightning_zero.engine import Engine, sharded_model
 from lightning_zero.optimizer import clip, kept_states
@@ -42,7 +42,7 @@ from tests.oracle.device import beside_the_host
 from tests.oracle.devices import DEVICES, NO_GPU, joined, trainer_options
 from tests.oracle.faults import Job, run
 from tests.oracle.parity import require_same
-from tests.oracle.projects import Regression, Trace, make_trainer, rows
+from tests.oracle.projects import Regression, Trace, communicator_by, make_trainer, rows
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import replicate, sgd, train
 
@@ -76,7 +76,7 @@ def _require_like(ours: Trace, theirs: Trace, kind: str, precision: str, ulps: i
 def _train_all(kind: str, folder: str) -> None:
     """At every stage and precision, with two microbatches and clipping."""
     with joined(kind, folder) as device:
-        comm, is_played = Communicator(device, direct=False), kind == "cpu"
+        comm, is_played = communicator_by("backend", device), kind == "cpu"
         for precision in ("16-mixed",) if is_played else ("32-true", "bf16-mixed", "16-mixed"):
             how = {"accumulate": 2, "clip_norm": 0.1, "precision": precision}
             expected = replicate("nested", sgd, device=device, **how)
@@ -88,7 +88,7 @@ def _train_all(kind: str, folder: str) -> None:
 def _train_copies(kind: str, folder: str) -> None:
     """Two copies of two shards."""
     with joined(kind, folder) as device:
-        comms = (Communicator(device, direct=False, num_shards=number) for number in (None, 2))
+        comms = (communicator_by("backend", device, num_shards=number) for number in (None, 2))
         whole, copies = (train("nested", sgd, comm=comm) for comm in comms)
         _require_like(copies, whole, kind, "32-true", ulps=256)
 
@@ -97,13 +97,13 @@ def _train_offloaded(kind: str, folder: str) -> None:
     """To the host, to files, and of activations alone."""
     with joined(kind, folder) as device:
         how = {"precision": "bf16-mixed", "accumulate": 2, "clip_norm": 0.1}
-        expected = train("nested", sgd, comm=Communicator(device, direct=False), **how)
+        expected = train("nested", sgd, comm=communicator_by("backend", device), **how)
         away = [(stage, {"offload": Offload.of_stage(stage, "cpu")}) for stage in (3, 2)]
         away += [(3, {"offload": Offload.of_stage(3, "nvme"), "offload_path": folder})]
         away += [(3, {"activation_offload": True})]
         for stage, more in away[:1] if kind == "cpu" else away:
             with beside_the_host() if kind == "cpu" else contextlib.nullcontext():
-                comm = Communicator(device, direct=False)
+                comm = communicator_by("backend", device)
                 found = train("nested", sgd, stage=stage, comm=comm, **how, **more)
             _require_like(found, expected, kind, "bf16-mixed", ulps=0)
 
@@ -138,7 +138,7 @@ class Layers:
         self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(NUM_LAYERS)))
         self.model.to(device)
         settings = Settings(stage, recipe=self.recipe, units=[nn.Linear], device=device)
-        self.engine = Engine(self.model, settings, Communicator(device, direct=False))
+        self.engine = Engine(self.model, settings, communicator_by("backend", device))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3, fused=True)
         self.engine.adopt(self.optimizer)
         self.x = torch.ones(32, width, device=device)

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import estimate
-from lightning_zero.comm import Communicator, Traffic, sum_of
+from lightning_zero.comm import Traffic, sum_of
 from lightning_zero.comm.transport import Collectives
 from lightning_zero.engine import ActivationOffload, Engine
 from lightning_zero.optimizer import clip
 from lightning_zero.plan import RECIPES, Offload, Settings
 from tests.oracle.device import Device, beside_the_host
+from tests.oracle.projects import communicator_by
 from tests.oracle.ranks import Pools
 
 CPU = torch.device("cpu")
@@ -167,7 +168,7 @@ def steps(way: Way, folder: str, device: Device | None = None) -> tuple[Any, lis
     settings = Settings(
         units=[way.kind], recipe=RECIPES[way.precision], offload_path=folder, **way.settings
     )
-    comm = Communicator(CPU, direct=False, **settings.division(way.world))
+    comm = communicator_by("backend", **settings.division(way.world))
     model, batch = stack(way.kind).to(way.dtype), torch.ones(way.rows, WIDTH, dtype=way.dtype)
     with mock.patch.object(ActivationOffload, "require"):
         engine = Engine(model, settings, comm)

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import Block, Blocks
@@ -24,12 +23,13 @@ from tests.oracle.projects import (
     WAYS,
     WIDTH,
     Regression,
+    communicator_by,
     make_strategy,
     make_trainer,
     rows,
 )
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU, adamw, adopted
+from tests.oracle.sharded import adamw, adopted
 
 Watched = dict[str, Any]
 """Weak references by name."""
@@ -174,7 +174,7 @@ def held() -> tuple[int, int, int]:
 
 def steps_that_last(way: str) -> list[tuple[int, int, int]]:
     """Return what is held after 500 and after 2,000 steps."""
-    engine, optimizer = adopted(Blocks(3), adamw, comm=Communicator(CPU, **WAYS[way]))
+    engine, optimizer = adopted(Blocks(3), adamw, comm=communicator_by(way))
     x, measured = torch.randn(2, 6), []
     for step in range(1, 2001):
         engine.module(x).square().sum().backward()

@@ -15,9 +15,8 @@ from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine, rank_check
 from lightning_zero.engine import engine as engine_module
 from lightning_zero.plan import Settings
-from tests.oracle.projects import WAYS
+from tests.oracle.projects import communicator_by
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import CPU
 
 
 def test_what_cannot_be_compared_is_left_out() -> None:
@@ -124,7 +123,7 @@ def differs(way: str) -> dict[str, str]:
     is_odd = dist.get_rank() == dist.get_world_size() - 1
     errors = {}
     for name, (otherwise, _) in OTHERWISE.items():
-        comm = Communicator(CPU, **WAYS[way])
+        comm = communicator_by(way)
         usual = adopts(sgd) if "optimizer" in name else engine()
         engine_module.Communicator = lambda device, comm=comm, **_: comm  # type: ignore[assignment]
         try:

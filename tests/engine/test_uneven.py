@@ -16,12 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.comm import Communicator, device_mesh
+from lightning_zero.comm import device_mesh
 from lightning_zero.engine import Engine
 from tests.oracle.models import Blocks
-from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
+from tests.oracle.projects import (
+    WIDTH,
+    Regression,
+    communicator_by,
+    make_trainer,
+    rows,
+    wired,
+)
 from tests.oracle.ranks import Pools, errors_of, impatient
-from tests.oracle.sharded import CPU, adamw, adopted
+from tests.oracle.sharded import adamw, adopted
 
 
 def x_of(rank: int) -> Tensor:
@@ -84,7 +91,7 @@ def alone(way: str, stage: int, odd: str) -> None:
     torch.manual_seed(0)
     model = Blocks(3)
     model.register_buffer("shift", torch.zeros(WIDTH))  # which ranks broadcast together
-    engine, optimizer = adopted(model, adamw, stage=stage, comm=Communicator(CPU, **WAYS[way]))
+    engine, optimizer = adopted(model, adamw, stage=stage, comm=communicator_by(way))
     for step in range(5):
         if (dist.get_rank(), step) == (1, 2):
             ODD[odd][0](engine, model)

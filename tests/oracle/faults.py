@@ -39,10 +39,17 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_zero.comm import Communicator
 from tests.oracle.devices import join, leave, trainer_options
 from tests.oracle.models import Blocks
-from tests.oracle.projects import WAYS, WIDTH, Regression, make_trainer, rows, wired
+from tests.oracle.projects import (
+    WAYS,
+    WIDTH,
+    Regression,
+    communicator_by,
+    make_trainer,
+    rows,
+    wired,
+)
 from tests.oracle.ranks import Pool
 from tests.oracle.sharded import adamw, shard
 
@@ -337,7 +344,7 @@ def fit(way: str, device: torch.device, folder: str) -> str:
 def loop(way: str, device: torch.device, folder: str) -> str:
     """Four steps of the engine in a plain loop."""
     torch.manual_seed(0)
-    comm = Communicator(device, **WAYS.get(way, {}))
+    comm = communicator_by("backend" if way == NCCL else way, device)
     engine = shard(Blocks(3).to(device), comm=comm, device=device)
     optimizer = adamw(engine.module)
     engine.adopt(optimizer)
@@ -357,7 +364,7 @@ def loop(way: str, device: torch.device, folder: str) -> str:
 
 def accumulate(way: str, device: torch.device, folder: str) -> str:
     """Two backward passes, of which rank 0 alone sends the first one's gradients."""
-    engine = shard(Blocks(3), stage=1, accumulate="local", comm=Communicator(device, **WAYS[way]))
+    engine = shard(Blocks(3), stage=1, accumulate="local", comm=communicator_by(way))
     for _ in range(2):
         with engine.no_sync() if dist.get_rank() else contextlib.nullcontext():
             engine.module(torch.ones(2, WIDTH)).sum().backward()

@@ -23,21 +23,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, communicator
+from lightning_zero.comm.process_groups import backend_for
 from tests.oracle.models import Block, Blocks
 
-WAYS: dict[str, dict[str, bool]] = {
-    "windows": {},
-    "point to point": {"reads_peers": False},
-    "backend": {"direct": False},
-}
-"""Arguments of `Communicator` for each of its wires."""
-TRANSPORTS = {
+WAYS = {
     "windows": "SharedMemory",
     "point to point": "Transport",
     "backend": "Collectives",
 }
-"""The class that each of them chooses where there are peers."""
+"""The transports that tests take, with their classes."""
+CPU = torch.device("cpu")
 WIDTH = 6
 
 
@@ -142,14 +138,24 @@ def wired(way: str) -> Iterator[None]:
     original = Communicator.__init__
 
     @functools.wraps(original)
-    def init(self: Communicator, *args: Any, **given: Any) -> None:
-        original(self, *args, **{**given, **WAYS[way]})
+    def init(self: Communicator, device: torch.device, **given: Any) -> None:
+        if way == "point to point":
+            given["reads_peers"] = False
+        chosen = {"return_value": "another"} if way == "backend" else {}
+        with mock.patch.object(communicator, "backend_for", wraps=backend_for, **chosen):
+            original(self, device, **given)
         taken.add(type(self.transport).__name__ if self.mesh.shard.size > 1 else "")
 
     with mock.patch.object(Communicator, "__init__", init):
         yield
     assert taken, "no strategy was set up"
-    assert taken <= {TRANSPORTS[way], ""}, f"asked for {way}, took {taken}"
+    assert taken <= {WAYS[way], ""}, f"asked for {way}, took {taken}"
+
+
+def communicator_by(way: str, device: torch.device = CPU, **division: Any) -> Communicator:
+    """Return a communicator that takes this way."""
+    with wired(way):
+        return Communicator(device, **division)
 
 
 @dataclass
