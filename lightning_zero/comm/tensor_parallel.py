@@ -288,7 +288,6 @@ def cut_by_own_plan(module: nn.Module, mesh: DeviceMesh) -> None:
             in different ways.
     """
     for model in [*_with_plans(module)]:
-        styles, plan = _resolved(model, mesh[TENSOR].size())
         ties: dict[int, list[tuple[nn.Module, str]]] = {}
         for child in model.modules():
             for name, parameter in child._parameters.items():
@@ -298,7 +297,7 @@ def cut_by_own_plan(module: nn.Module, mesh: DeviceMesh) -> None:
             for tensor in [*model.parameters(), *model.buffers()]:
                 if not tensor.is_meta:
                     share(tensor.data, mesh)
-        _apply(model, mesh[TENSOR], styles, plan)
+        _apply_plan(model, mesh[TENSOR])
         for (first, name), *others in ties.values():
             parameter = first._parameters[name]
             for child, own in others:
@@ -321,41 +320,30 @@ def _with_plans(module: nn.Module) -> Iterator[Any]:
         yield from _with_plans(child)
 
 
-def _resolved(model: Any, size: int) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """Return Transformers' styles by name, and a model's plan with a style for each full name."""
+def _apply_plan(model: Any, mesh: DeviceMesh) -> None:
+    """Do what Transformers' ``apply_tensor_parallelism`` does, with forwards for training."""
     try:
         from transformers.distributed import DistributedConfig
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-        plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=size))
+        plan, *_ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
     except (ImportError, AttributeError):
         raise ValueError(
             f"{type(model).__name__} has a `tp_plan`, but is no model of a Transformers version"
             " that applies plans to DTensors (5.24 does). Update Transformers, or split it in"
             " `configure_model` with torch's parallelize_module."
         ) from None
-    return ALL_PARALLEL_STYLES, plan
-
-
-def _apply(
-    model: Any, mesh: DeviceMesh, styles: Mapping[str, Any], plan: Mapping[str, str]
-) -> None:
-    """Do what ``transformers.distributed.tensor_parallel.apply_tensor_parallelism`` does.
-
-    Forwards are installed so that they survive a deep copy, and read parts during training.
-    """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name, word in plan.items():
-        style = styles[word]
+        style = ALL_PARALLEL_STYLES[word]
         if name in parameters or name not in modules:
             owner, _, own = name.rpartition(".")
             style.validate_param(modules[owner], own, mesh, parameter_name=name)
             style.shard_param(modules[owner], own, mesh)
-        else:
-            module = modules[name]
-            if word == "mla_kv_a_proj":
-                module.config = model.config.get_text_config()
-            _install_forward(style, module, mesh)
+            continue
+        if word == "mla_kv_a_proj":
+            modules[name].config = model.config.get_text_config()
+        _install_forward(style, modules[name], mesh)
 
 
 def _install_forward(style: Any, module: nn.Module, mesh: DeviceMesh) -> None:

@@ -118,11 +118,6 @@ class Transport:
         self.targets = [(self.rank + step) % self.size for step in others]
 
     @property
-    def gathers_together(self) -> bool:
-        """Return whether a gather needs every rank to take part."""
-        return self.size > 1
-
-    @property
     def gathers_in_order(self) -> bool:
         """Return whether only the order of gathers tells units' weights apart."""
         return self.size > 1 and not self.has_tags

@@ -598,7 +598,6 @@ class Watchdog:
         elif what := process_groups.failure_on_device():  # this rank may be blocked by it
             if not self._tell("lost", (what, self.place())):
                 self._stop(_lost(what, {0: "has exited"}))
-                self.is_over = True
                 process_groups.give_up_devices()
         elif (here := self.place(PATIENCE)) != self._told:
             self._told = here
@@ -607,6 +606,8 @@ class Watchdog:
     def _stop(self, end: str) -> None:
         """End the run on this rank."""
         self.verdict = self.verdict or end
+        # What has failed on a device lets no message begin.
+        self.is_over = self.is_over or bool(process_groups.failure_on_device())
         self._ended_at = monotonic()
         for line in self.ends:
             line.close()

@@ -139,7 +139,7 @@ class Prefetcher:
         self.is_joined = True
         try:
             # Where nothing rests, no rank needs the others.
-            if sharded.reshards and sharded.comm.transport.gathers_together:
+            if sharded.reshards and sharded.comm.transport.size > 1:
                 for unit in self._units:
                     unit.weights.wait()
                 self.asks = True
