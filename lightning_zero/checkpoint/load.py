@@ -32,7 +32,7 @@ from lightning_zero.checkpoint.files import (
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.checkpoint.state_dicts import load_module_state
 from lightning_zero.comm import Control
-from lightning_zero.engine import engine_of
+from lightning_zero.engine import engines_of
 from lightning_zero.tensors import internals, mapped_storage, uncollected
 
 EXPECTED = (
@@ -118,7 +118,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         RuntimeError: Names or shapes do not fit. All are listed, and nothing was loaded.
         ValueError: The file is damaged, differs between ranks, or holds no weights.
     """
-    engine = engine_of(module.parameters())
+    engine = next((engine for engine, _ in engines_of(module.parameters())), None)
     is_meta = any(p.is_meta for p in [*module.parameters(), *module.buffers()])
     if engine is None and is_meta:
         raise RuntimeError(

@@ -4,10 +4,9 @@ engine             the training of a sharded model, and the public functions on 
 sharded_model      the model in units: parameters, pieces, whole values, bytes
 unit_builder       units from modules, one after the other, also from the meta device
 unit               one module with its weights, gradients and the calls of its forward
-weights            a unit's whole weights, and the masters that other code sees
 step               calls of modules, backward passes, and the end of a step
 reductions         the order in which all ranks reduce gradients
-module_hook        hooks on modules and parameters, safe to copy and to compile
+hooks              hooks on modules, safe to copy and to compile, and in graphs
 schedule           the order in which units are needed, prefetching, and `join`
 rank_check         what must be equal on all ranks: models, settings, optimizers
 activations        activation checkpointing, and offload of activations to host memory
@@ -21,7 +20,7 @@ from lightning_zero.engine.activations import (
 from lightning_zero.engine.engine import (
     Engine,
     broadcast_buffers,
-    engine_of,
+    engines_of,
     full_grad,
     gathered,
     grad_norm,

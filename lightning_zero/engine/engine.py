@@ -40,16 +40,14 @@ from lightning_zero.engine.activations import (
 )
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Step
-from lightning_zero.engine.weights import Residency
 from lightning_zero.optimizer import (
     FileStep,
     OptimizerHooks,
     RoundedStep,
     UnitStep,
-    clip,
     stepper_of,
 )
-from lightning_zero.parameters import Piece
+from lightning_zero.parameters import FullGrad, Piece
 from lightning_zero.plan import Settings
 from lightning_zero.tensors import uncollected, unwrapped
 
@@ -136,7 +134,7 @@ class Engine:
             self._step.keeps_graph = False
         if begins:
             self._broadcasts_next = awaits_backward and self._step.sends
-        self._step.leave(outputs, awaits_backward=awaits_backward)
+        self._step.leave(outputs if awaits_backward else None)
 
     def broadcast_next(self) -> None:
         """Broadcast buffers before the next forward, if one that runs now would send gradients."""
@@ -188,7 +186,7 @@ class Engine:
         )
         for engine in engines:
             engine.sharded.optimizers.append(optimizer)
-        self._step.hooks.handles += hooks.handles
+        self._step.handles += hooks.handles
         name = type(optimizer).__name__
         self.steps.append(hooks.notice or f"{name}: element-wise, sharded")
 
@@ -215,9 +213,8 @@ class Engine:
         for unit in self.sharded.units:
             # The last step may have been another optimizer's. A backend may write this rank's part
             # as well when its gather ends, over what is stepped meanwhile.
-            weights = unit.weights
-            if weights.residency is Residency.IN_FLIGHT and not weights.reshards:
-                weights.wait()
+            if not unit.weights.reshards:
+                unit.weights.wait()
         self.sharded.keep_edits()
         self.comm.change_masters(SyncPoint.STEP)
         for transport in self.comm.transports.values():
@@ -292,11 +289,9 @@ class Engine:
             self.sharded.keep_edits()
         self._step.close()
         for unit in self.sharded.units:
-            if unit.weights.residency is not Residency.RELEASED:
-                unit.weights.show()
-        self._step.hooks.remove()
-        for wrapped in reversed(self._wrapped):
-            wrapped.remove()
+            unit.weights.show()
+        for each in (*self._step.handles, *reversed(self._wrapped)):
+            each.remove()
         for optimizer in self.sharded.optimizers:
             stepper_of(optimizer).comm = None  # what needs the engine raises from now on
         self._step.is_closed = True
@@ -358,11 +353,6 @@ def engines_of(parameters: Iterable[Parameter]) -> list[tuple[Engine, list[Param
     return found
 
 
-def engine_of(parameters: Iterable[Parameter]) -> Engine | None:
-    """Return the first open engine that shards any of ``parameters``; ``None`` without one."""
-    return next((engine for engine, _ in engines_of(parameters)), None)
-
-
 # -- public functions ------------------------------------------------------------------------------
 
 
@@ -406,28 +396,20 @@ def join(module: nn.Module) -> Iterator[None]:
 
 
 def full_grad(parameter: Parameter) -> Tensor | None:
-    """Return the whole gradient of ``parameter``, averaged over the ranks; ``None`` without one."""
-    engine = engine_of([parameter])
-    return engine.sharded.full_grad(parameter) if engine else parameter.grad
+    """Return ``parameter.grad`` as an ordinary tensor: whole, and averaged over the ranks.
+
+    ``None`` without a gradient; this rank's own after a backward pass within `no_sync`.
+    """
+    grad = parameter_behind(parameter).grad
+    return grad.whole(is_lent=False) if isinstance(grad, FullGrad) else grad
 
 
 def grad_norm(
     module_or_params: nn.Module | Parameter | Iterable[Parameter], norm_type: float = 2.0
 ) -> Tensor:
     """Return the total norm of the averaged gradients, a 0-d tensor."""
-    left = _parameters(module_or_params)
-    norms = []
-    for engine, own in engines_of(left):
-        pieces = [piece for piece in map(engine.sharded.piece, own) if piece is not None]
-        norms.append(clip.total_norm(pieces, engine.comm, norm_type))
-        taken = set(map(id, own))
-        left = [parameter for parameter in left if id(parameter) not in taken]
-    grads = [parameter.grad for parameter in left if parameter.grad is not None]
-    if grads or not norms:
-        norms.append(torch.nn.utils.get_total_norm(grads, norm_type))
-    if len(norms) == 1:
-        return norms[0]
-    return torch.nn.utils.get_total_norm(norms, norm_type)
+    grads = [p.grad for p in map(parameter_behind, _parameters(module_or_params))]
+    return torch.nn.utils.get_total_norm([grad for grad in grads if grad is not None], norm_type)
 
 
 def _parameters(value: nn.Module | Parameter | Iterable[Parameter]) -> list[Parameter]:

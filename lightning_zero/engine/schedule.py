@@ -14,20 +14,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 
 from lightning_zero.engine.sharded_model import ShardedModel
-from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.weights import Shows
+from lightning_zero.engine.unit import Residency, Unit
 
-
-class Need(NamedTuple):
-    """A unit whose weights must be whole for its forward or its backward."""
-
-    unit: int
-    is_backward: bool
+Need = tuple[int, bool]
+"""The index of a unit whose weights must be whole, and whether it is for its backward."""
 
 
 class Schedule:
@@ -59,7 +53,7 @@ class Schedule:
 
     def units_in_forward(self) -> list[int]:
         """Return the units of this step's forward, in the order in which they ran."""
-        return [need.unit for need in self._now if not need.is_backward]
+        return [unit for unit, is_backward in self._now if not is_backward]
 
 
 class Prefetcher:
@@ -94,16 +88,16 @@ class Prefetcher:
     def comes_next(self, unit: Unit) -> bool:
         """Return whether ``unit`` is predicted to be needed next."""
         ahead = self.schedule.ahead(1)
-        return bool(ahead) and ahead[0].unit == unit.index and not self.asks
+        return bool(ahead) and ahead[0][0] == unit.index and not self.asks
 
     def need(self, unit: Unit, *, is_backward: bool) -> None:
         """Make a unit whole, and prefetch those that are needed after it."""
         if not self.asks:
             # What one rank runs in a join does not predict what all ranks need next.
-            self.schedule.record(Need(unit.index, is_backward))
+            self.schedule.record((unit.index, is_backward))
         self.unshard(unit)
-        before, self.last_backward = self.last_backward, unit if is_backward else None
-        if self._count and (before is None or before is unit or not before.will_reshard):
+        last, self.last_backward = self.last_backward, unit if is_backward else None
+        if self._count and (last is None or last is unit or not last.will_reshard):
             self.prefetch()
         # Otherwise the unit whose backward just ended is still whole: the gradients of its inputs
         # are those of this unit's outputs, and this event comes first. Prefetching now would hold
@@ -113,8 +107,8 @@ class Prefetcher:
     def unshard(self, unit: Unit) -> None:
         """Start to gather a resting unit; in a join, together with ranks that do not need it."""
         weights = unit.weights
-        if weights.shows is Shows.MASTERS:
-            self._sharded.shown.hide([weights])
+        if weights.has_masters:
+            self._sharded.hide([unit])
         if weights.rests:
             if self.asks:
                 self._gather_together(unit)
@@ -123,8 +117,8 @@ class Prefetcher:
 
     def prefetch(self) -> None:
         """Start to gather the released units that are needed next."""
-        for need in () if self.asks else self.schedule.ahead(self._count):
-            weights = self._units[need.unit].weights
+        for index, _ in () if self.asks else self.schedule.ahead(self._count):
+            weights = self._units[index].weights
             if weights.rests:
                 weights.unshard()
 
@@ -135,7 +129,7 @@ class Prefetcher:
             yield
             return
         sharded = self._sharded
-        sharded.shown.hide()
+        sharded.hide()
         self.is_joined = True
         try:
             # Where nothing rests, no rank needs the others.
@@ -156,9 +150,14 @@ class Prefetcher:
             index = -1 if wanted is None else wanted.index
             asked = set(self._sharded.comm.control.gather_objects(index))
             for unit in (self._units[index] for index in sorted(asked - {-1})):
-                was_resting = unit.weights.rests
-                unit.weights.gather_again()
-                if was_resting and unit is not wanted:
-                    unit.weights.reshard()
+                weights, before = unit.weights, unit.weights.residency
+                # Also if they are whole here.
+                weights.store_edits()
+                weights.unshard()
+                weights.wait()
+                if before is Residency.SHOWN:
+                    weights.show()
+                elif before is Residency.RELEASED and unit is not wanted:
+                    weights.reshard()
             if wanted is not None or asked == {-1}:
                 return

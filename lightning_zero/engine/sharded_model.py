@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -16,9 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm import Communicator, SyncPoint, parameter_behind
-from lightning_zero.engine.unit import Unit
+from lightning_zero.engine.unit import Residency, Unit, store_edits
 from lightning_zero.engine.unit_builder import MetaInitializer, build_units
-from lightning_zero.engine.weights import Residency, ShownMasters, Shows, store_edits
 from lightning_zero.optimizer import kept_states
 from lightning_zero.parameters import (
     FlatParameters,
@@ -29,6 +27,9 @@ from lightning_zero.parameters import (
 )
 from lightning_zero.plan import Settings, stays_whole, whole_tensors
 from lightning_zero.tensors import Scratch, bytes_held, internals, runs_outside
+
+_MOST_TOUCHED = 2
+"""Units whose masters code sees at a time; more only while one operation uses them all."""
 
 
 class ShardedModel:
@@ -43,13 +44,14 @@ class ShardedModel:
         comm: The ranks.
         units: All units; the root last.
         flats: The flat parameters of all units.
+        reshards: Whether any weights are released after use.
         optimizers: The optimizers that step the pieces.
         scratch: The folder for what rests in files; ``None`` if nothing does.
         moves_nothing: Whether the requested offload is to the memory that holds everything anyway.
         replicated: Frozen parameters that wrap tensors, by name: every rank keeps all of them.
-        shown: The units whose whole masters are shown.
         compute: Makes units whole for a use in a step that computes with weights, or returns
             ``False``.
+        is_within_step: Tells whether code that runs now is part of a step.
     """
 
     def __init__(self, module: nn.Module, settings: Settings, comm: Communicator) -> None:
@@ -63,8 +65,10 @@ class ShardedModel:
         offload = self.settings.offload
         is_in_files = offload is not None and "nvme" in (offload.optimizer, offload.weights)
         self.scratch = Scratch(self.settings.offload_path) if is_in_files else None
-        self.shown = ShownMasters(comm)
         self.compute: Callable[..., bool] = lambda units, computes: False
+        self.is_within_step: Callable[[], bool] = lambda: False
+        # Whose masters code sees that has touched them, the least recently touched one first.
+        self._touched: list[Unit] = []
         self._places: dict[int, tuple[Unit, FlatParameters, int]] = {}
         self._is_writing = False
         initializer = MetaInitializer(module, self.settings.device)
@@ -74,14 +78,10 @@ class ShardedModel:
                 for index, parameter in enumerate(flat.parameters):
                     self._places[id(parameter)] = (unit, flat, index)
         self.flats = [flat for unit in self.units for flat in unit.flat_parameters]
+        self.reshards = any(flat.plan.reshards for flat in self.flats)
         # Peers read replicated weights if there are no other masters.
         self._peers_read_weights = any(not flat.plan.rests_apart for flat in self.flats)
         initializer.finish(functools.partial(self.gathered, modify=True))
-
-    @functools.cached_property
-    def reshards(self) -> bool:
-        """Return whether weights of any unit are released after use."""
-        return any(unit.weights.reshards for unit in self.units)
 
     @property
     def root(self) -> Unit:
@@ -99,16 +99,87 @@ class ShardedModel:
     def touch(self, parameters: Sequence[Parameter], *, computes: bool = False) -> None:
         """Give parameters that are used together values outside of their units' forwards.
 
-        They are masters, unless the use ``computes`` with weights in a step, or is of a backward.
+        They are masters, unless the use ``computes`` with weights in a step, or is of a backward,
+        and are shown until other units are touched. All ranks must touch the same units, in the
+        same order, except where whole weights have their masters' values (stages 1 and 2 without
+        mixed precision).
+
+        Raises:
+            RuntimeError: A gather needs every rank, and other ranks touch other units or none.
         """
         guarded = [parameter for parameter in parameters if isinstance(parameter, Guarded)]
         needed = self.units_of(guarded)
-        if not self.compute(needed, computes=computes):
-            used = self.units_of(parameters)
-            self.shown.touch([u.weights for u in needed], [u.weights for u in used])
-        elif torch.is_grad_enabled():
-            for parameter in guarded:
-                self._places[id(parameter)][1].is_recorded = True
+        if self.compute(needed, computes=computes):
+            if torch.is_grad_enabled():
+                for parameter in guarded:
+                    self._places[id(parameter)][1].is_recorded = True
+            return
+        used = self.units_of(parameters)
+        new = [unit for unit in needed if not unit.weights.has_masters]
+        if new:
+            others = [unit for unit in self._touched if unit not in used]
+            most = max(_MOST_TOUCHED - len(new), 0)
+            self.hide(others[: max(len(self._touched) - most, 0)], new, must=False)
+            for unit in new:
+                unit.weights.show_masters(in_step=self.is_within_step())
+        touched = [unit for unit in used if unit in self._touched or unit in new]
+        self._touched = [unit for unit in self._touched if unit not in touched] + touched
+
+    @runs_outside
+    def hide(
+        self, units: Sequence[Unit] | None = None, new: Sequence[Unit] = (), *, must: bool = True
+    ) -> None:
+        """Hide the masters of ``units``, or of all touched ones, and keep changes; a collective.
+
+        Unless they ``must`` be hidden, those of which views are alive on any rank are not. All
+        ranks agree on that, on what was changed, and that ``new`` ones come.
+        """
+        units = [unit for unit in self._touched if units is None or unit in units]
+        if not (units or new):
+            return
+        flags = {
+            unit: [
+                not must and any(m.are_held for f in unit.flat_parameters if (m := f.masters)),
+                *(flat.are_masters_changed for flat in unit.flat_parameters),
+            ]
+            for unit in units
+        }
+        together = [unit for unit in units if unit.weights.needs_ranks]
+        if together or any(unit.weights.needs_ranks for unit in new):
+            own = bytes(flag for unit in together for flag in flags[unit])
+            what = ", ".join(unit.label for unit in new or units)
+            agreed = iter(self.comm.control.call(SyncPoint.TOUCH, own, about=what).wait())
+            for unit in together:
+                flags[unit] = [next(agreed) > 0 for _ in flags[unit]]
+        hidden = [unit for unit in units if not flags[unit][0]]
+        changed = [
+            (unit, flat)
+            for unit in hidden
+            for flat, flag in zip(unit.flat_parameters, flags[unit][1:], strict=True)
+            if flag
+        ]
+        if of_ranks := [flat for unit, flat in changed if unit in together]:
+            with self.comm.write_access(SyncPoint.EDIT):
+                for flat in of_ranks:
+                    flat.store_masters()
+        if alone := [flat for unit, flat in changed if unit not in together]:
+            # No peer reads them between steps.
+            self.comm.note_change()
+            for flat in alone:
+                flat.store_masters()
+        for unit in hidden:
+            unit.weights.hide_masters(of_ranks)
+            self._touched.remove(unit)
+            if not self.is_within_step():
+                unit.weights.reshard()
+
+    def abandon(self) -> None:
+        """Drop changes of touched units, and what is under way, after an exception."""
+        touched, self._touched = self._touched, []
+        for unit in touched:
+            unit.weights.hide_masters()
+        for unit in self.units:
+            unit.abandon()
 
     @runs_outside
     @torch.no_grad()
@@ -128,9 +199,9 @@ class ShardedModel:
     @runs_outside
     def keep_edits(self) -> None:
         """Copy users' changes of whole weights to the masters, on all ranks; hide touched units."""
-        whole = [unit for unit in self.units if unit.weights.residency is Residency.WHOLE]
+        whole = [unit for unit in self.units if unit.weights.residency >= Residency.WHOLE]
         store_edits([flat for unit in whole for flat in unit.flat_parameters])
-        self.shown.hide()
+        self.hide()
         self.store_pending()
 
     def store_pending(self) -> None:
@@ -195,8 +266,8 @@ class ShardedModel:
         units = self.units
         if parameters is not None:
             units = self.units_of(map(parameter_behind, parameters))
-        self.shown.hide()
-        wanted = [unit.weights for unit in units if not unit.weights.is_gathered]
+        self.hide()
+        wanted = [unit.weights for unit in units if not unit.weights.has_masters]
         access: AbstractContextManager[None] = contextlib.nullcontext()
         if modify:
             if len(wanted) < len(units):
@@ -206,7 +277,6 @@ class ShardedModel:
                 )
             self.store_pending()
             access = self.comm.write_access(SyncPoint.EDIT)
-        before = [weights for weights in wanted if weights.shows is Shows.WEIGHTS]
         for weights in wanted:
             weights.show_masters(as_gathered=True)
         try:
@@ -218,13 +288,9 @@ class ShardedModel:
                         weights.store_gathered()
             changed = [name for weights in wanted for name in weights.changed]
         finally:
-            # A step may have begun or ended within.
-            is_within_step = self.shown.is_within_step()
             for weights in wanted:
                 weights.hide_masters()
-                if is_within_step and weights in before:
-                    weights.show()
-                elif not is_within_step:
+                if not self.is_within_step():
                     weights.reshard()
             if modify:
                 self.refresh(units)
@@ -253,15 +319,6 @@ class ShardedModel:
         for flat in self.flats:
             yield from zip(flat.parameters, flat.whole_masters().views, strict=True)
 
-    @runs_outside
-    def full_grad(self, parameter: Parameter) -> Tensor | None:
-        """Return the whole reduced gradient of a parameter, ``None`` without one; a collective."""
-        _, flat, index = self._places[id(parameter_behind(parameter))]
-        gradients = flat.gradients
-        if not gradients.averaged[index]:
-            return None
-        return gradients.average(index).whole(is_lent=False)
-
     def restore(self) -> None:
         """Make the module an ordinary one, with whole parameters in host memory; a collective."""
         for parameter, whole in self.whole_parameters():
@@ -286,13 +343,9 @@ class ShardedModel:
         return f"ZeRO stage {stage} over {ranks}{copies}"
 
     def describe(self) -> str:
-        """Return the units with their sizes, consecutive equal ones on one line."""
-        lines = [f"{self.headline}, by unit:"]
-        for (_, numel), equal in itertools.groupby(self.units, lambda u: (not u.name, u.numel)):
-            first, *others = [unit.label for unit in equal]
-            names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
-            lines.append(f"  {names} {numel:,} parameters")
-        return "\n".join(lines)
+        """Return the units with their sizes."""
+        sizes = (f"  {unit.label}: {unit.numel:,} parameters" for unit in self.units)
+        return "\n".join([f"{self.headline}, by unit:", *sizes])
 
     # -- memory ----------------------------------------------------------------------------------
 

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm import Pending, SyncPoint
-from lightning_zero.engine.module_hook import Hooks
+from lightning_zero.engine.hooks import hook_calls, on_grads, too_late, weakly, with_grad
 from lightning_zero.engine.rank_check import require_equal_gradients
 from lightning_zero.engine.reductions import ReductionOrder
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
-from lightning_zero.engine.unit import Call, Unit, on_grads, too_late, weakly, with_grad
-from lightning_zero.engine.weights import Residency, Shows
+from lightning_zero.engine.unit import Call, Residency, Unit
+from lightning_zero.optimizer import Removable
+from lightning_zero.parameters import hook_last
 from lightning_zero.plan import check_parameter
 from lightning_zero.tensors import internals, runs_outside, tensors_in
 
@@ -33,7 +34,7 @@ class Step:
     Attributes:
         backward: Its backward passes.
         prefetcher: The gathers of its units.
-        hooks: The hooks on modules and parameters.
+        handles: The handles of all hooks.
         is_open: Whether a step is under way: code that runs now is part of it, on all ranks.
         is_inside: Whether a forward or the step's own context is running: a flag beside the depth,
             as torch's compiler would recompile for every depth that it reads.
@@ -49,7 +50,7 @@ class Step:
         self._sharded, self._root = sharded, sharded.root
         self.prefetcher = Prefetcher(sharded)
         self.backward = Backward(sharded, self, self.prefetcher)
-        self.hooks = Hooks(sharded.units, self.backward.on_grad)
+        self.handles: list[Removable] = []
         self.is_open = self.is_inside = self.keeps_graph = False
         self.is_interrupted = self.is_closed = self.is_torn = False
         self._depth = 0
@@ -61,9 +62,9 @@ class Step:
         # Whether a call of the module itself has entered the step and must leave it.
         self._is_called = False
         sharded.compute = self._compute
-        sharded.shown.is_within_step = lambda: self.is_open
+        sharded.is_within_step = lambda: self.is_open
         self._hook_modules()
-        self._end_units()
+        self._hook_gradients()
 
     def _hook_modules(self) -> None:
         """Hook the modules of all units, and those that hold weights of the root."""
@@ -71,7 +72,7 @@ class Step:
         for unit in inner:
             releases = unit.weights.reshards
             may_skip = None if releases else unit.inline
-            self.hooks.add(
+            self.handles += hook_calls(
                 unit.module,
                 functools.partial(self._before_unit, unit),
                 functools.partial(self._after_unit, unit),
@@ -81,18 +82,14 @@ class Step:
             )
         # Children too: a hook may call `self.net(x)`, and the root may hold some of its weights.
         # Children without parameters, such as metrics, need no hooks.
-        of_units = [unit.module for unit in inner]
-        children = [
-            child
-            for child in module.children()
-            if not any(child is other for other in of_units)
-            and next(child.parameters(), None) is not None
-        ]
-        for child in (module, *children):
+        hooked, releases = {id(unit.module) for unit in inner}, root.weights.reshards
+        children = [child for child in module.children() if [*child.parameters()]]
+        for child in (module, *(child for child in children if id(child) not in hooked)):
             is_root = child is module
             skips = (self._skips_enter, self._skips_leave) if is_root else (root.inline,) * 2
-            releases = root.weights.reshards
-            self.hooks.add(child, self._before_root, self._after_root, skips, releases=releases)
+            self.handles += hook_calls(
+                child, self._before_root, self._after_root, skips, releases=releases
+            )
         # Weights of the root that are cast are shown only while a module that holds them runs.
         cast = {
             id(parameter): (flat, parameter, *classes)
@@ -104,18 +101,21 @@ class Step:
             held = [cast[id(p)] for p in child._parameters.values() if id(p) in cast]
             if held:
                 before = functools.partial(self._before_holder, held)
-                self.hooks.add(child, before, functools.partial(self._after_holder, held))
+                after = functools.partial(self._after_holder, held)
+                self.handles += hook_calls(child, before, after)
+
+    def _hook_gradients(self) -> None:
+        """Hook the gradients of all parameters that have or may get one."""
+        for unit in self._sharded.units:
+            for index, parameter in enumerate(unit.parameters):
+                if parameter.dtype.is_floating_point or parameter.dtype.is_complex:
+                    on_grad = functools.partial(self.backward.on_grad, unit, index)
+                    self.handles.append(hook_last(parameter, on_grad))
 
     # -- the forward -----------------------------------------------------------------------------
 
     def enter(self) -> bool:
         """Enter a forward, and begin a step unless one is under way; return whether it began."""
-        if begins := self._begins():
-            self._begin()
-        return begins
-
-    def _begins(self) -> bool:
-        """Enter a forward; return whether a step begins with it."""
         if self.is_torn:
             self.require_whole()
         if self.backward.is_running and not internals.in_backward():
@@ -123,7 +123,9 @@ class Step:
             self.reset()
         self._depth += 1
         self.is_inside = True
-        return self._depth == 1 and not self.backward.is_running
+        if begins := self._depth == 1 and not self.backward.is_running:
+            self._begin()
+        return begins
 
     def require_whole(self) -> None:
         """Raise a ``RuntimeError`` if the module's values are partly old and partly new."""
@@ -139,56 +141,40 @@ class Step:
         self.order_check.wait()
         for name, parameter in self._sharded.replicated.items():
             check_parameter(name, parameter)  # it may not be trained from now on
-        self._sharded.shown.hide()
+        self._sharded.hide()
         self._sharded.store_pending()
-        if self.is_open and not self.keeps_graph:
-            self._end_units()
+        self.close()
         self.is_open = True
         units = self._sharded.units
         for unit in units:
             unit.calls.have_run = False
-        # Including units whose own hooks a compiled graph skips.
-        self.hooks.hook_unfrozen()
         self.prefetcher.begin_step(with_grad=torch.is_grad_enabled())
         self.prefetcher.unshard(self._root)
         self.prefetcher.prefetch()
         for unit in units[:-1]:
             weights = unit.weights
             # Those that are whole already, so that torch's compiler can inline their units.
-            is_there = weights.residency is Residency.WHOLE and not weights.needs_ranks
+            is_there = weights.residency >= Residency.WHOLE and not weights.needs_ranks
             if is_there or unit.is_inlined:
                 weights.show(in_step=True)
         self._root.weights.show(in_step=True)
 
-    def leave(self, outputs: Any, *, awaits_backward: bool = True) -> None:
-        """Leave a forward; after the outermost, await a backward from its ``outputs``."""
-        outputs = outputs if awaits_backward else None
-        if self._is_left():
-            self._end_forward(outputs)
-        elif self._root.weights.reshards and not internals.in_backward():
-            # The user may keep the outputs until after the step, or even the run.
-            self._await_backward(outputs)
+    def leave(self, outputs: Any, *, is_of_unit: bool = False) -> None:
+        """Leave a forward, and await a backward from its ``outputs``; after the outermost, or end.
 
-    def _is_left(self) -> bool:
-        """Leave a forward; return whether it was a step's outermost."""
+        Within others, a forward that ``is_of_unit`` has hooks of its own on them.
+        """
         self._depth = max(self._depth - 1, 0)
         self.is_inside = self._depth > 0
-        return not self.is_inside and not self.backward.is_running
-
-    def _end_forward(self, outputs: Any) -> None:
-        if self._await_backward(outputs):
-            return
-        self.close()
-        if self._checks_order and not self.prefetcher.asks:
-            self.order_check.wait()
-            self.order_check = self._sharded.comm.control.call(SyncPoint.FORWARD)
-
-    def _await_backward(self, outputs: Any) -> bool:
-        """Return whether a backward pass may begin from ``outputs``, and prepare for it."""
-        tracked = with_grad(outputs) if torch.is_grad_enabled() else []
-        if tracked:
-            self.backward.unshard_before(tracked)
-        return bool(tracked)
+        if self.is_inside or self.backward.is_running:
+            # The user may keep the outputs until after the step, or even the run.
+            if not is_of_unit and self._root.weights.reshards and not internals.in_backward():
+                self.backward.may_follow(outputs)
+        elif not self.backward.may_follow(outputs):
+            self.close()
+            if self._checks_order and not self.prefetcher.asks:
+                self.order_check.wait()
+                self.order_check = self._sharded.comm.control.call(SyncPoint.FORWARD)
 
     @property
     def sends(self) -> bool:
@@ -212,7 +198,7 @@ class Step:
             if is_backward and computes and unit.calls.in_backward:
                 unit.weights.show()
                 continue
-            unit.pin()
+            unit.weights.is_pinned = unit.calls.have_run = True
             unit.weights.wait()
             if is_backward and not computes:
                 for flat in unit.flat_parameters:
@@ -225,11 +211,8 @@ class Step:
         """End the step, if one is under way that no graph needs any more."""
         if self.is_open and not self.keeps_graph:
             self.is_open = self.is_inside or self.backward.is_running
-            self._end_units()
-
-    def _end_units(self) -> None:
-        for unit in self._sharded.units:
-            unit.weights.end_step()
+            for unit in self._sharded.units:
+                unit.weights.end_step()
 
     def reset(self) -> None:
         """Drop a step that an exception ended, so that the next one starts clean."""
@@ -239,9 +222,7 @@ class Step:
         self.order_check = Pending()
         self.backward.abandon()
         self.prefetcher.abandon()
-        self._sharded.shown.abandon()
-        for unit in self._sharded.units:
-            unit.abandon()
+        self._sharded.abandon()
         self._sharded.comm.host_copies.abandon()
         for transport in self._sharded.comm.transports.values():
             transport.release_scratch()
@@ -268,9 +249,11 @@ class Step:
     def _before_holder(self, held: Sequence[Any], module: nn.Module, args: Any) -> None:
         """Show weights of the root that a module holds."""
         weights = self._root.weights
-        if not self.is_open or weights.is_gathered:
+        if not self.is_open:
             return
         self.prefetcher.unshard(self._root)
+        if weights.has_masters:
+            return  # `gathered` shows them
         weights.wait()
         weights.require_no_pending([flat for flat, *_ in held])
         for _, parameter, _, readable in held:
@@ -278,7 +261,7 @@ class Step:
 
     def _after_holder(self, held: Sequence[Any], module: nn.Module, args: Any, output: Any) -> None:
         """Guard the weights that `_before_holder` has shown."""
-        if self._root.weights.shows is not Shows.MASTERS:
+        if not self._root.weights.has_masters:
             for _, parameter, guarded, _ in held:
                 parameter.__class__ = guarded
         if torch.is_grad_enabled() and with_grad(output):
@@ -291,8 +274,8 @@ class Step:
         is_recompute = internals.in_backward()
         if is_recompute:
             self.backward.begin()
-        elif self._begins():
-            self._begin()
+        else:
+            self.enter()
         is_tracked = torch.is_grad_enabled()
         arguments = [*args, *kwargs.values()] if is_tracked else ()
         unit.calls.begin(arguments, self.backward.ended)
@@ -300,8 +283,6 @@ class Step:
         if unit.weights.is_cast:
             unit.weights.require_no_pending()
         unit.weights.show()
-        if is_tracked and unit in self.hooks.frozen:
-            self.hooks.hook_grads(unit)
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """Reshard a unit, unless it is needed next, and hook the beginning of its backward."""
@@ -321,10 +302,10 @@ class Step:
             stays = wants_grad and not self._sharded.settings.reshard_after_forward
             if not (stays or self.prefetcher.comes_next(unit)):
                 weights.reshard()
-        if weights.needs_ranks and weights.shows is Shows.WEIGHTS and not weights.stays_shown:
+        is_shown = weights.residency is Residency.SHOWN and not weights.stays_shown
+        if is_shown and weights.needs_ranks:
             weights.guard()
-        if self._is_left():
-            self._end_forward(output)
+        self.leave(output, is_of_unit=True)
 
 
 # -- backward passes -----------------------------------------------------------------------------
@@ -359,30 +340,22 @@ class Backward:
 
     # -- begin -----------------------------------------------------------------------------------
 
-    def unshard_before(self, outputs: Sequence[Tensor]) -> None:
-        """Unshard the root and pinned units when a backward pass from a step's ``outputs`` begins.
+    def may_follow(self, outputs: Any) -> bool:
+        """Return whether a pass may begin from a step's ``outputs``; if so, hook its beginning.
 
-        No other event announces their backward. The first pass finds them whole, but a second one
-        over the same graph comes after the step has ended.
+        It then needs the root and pinned units, whose backward no other event announces. The first
+        pass finds them whole, but a second one over the same graph comes after the step has ended.
         """
-        if any(map(internals.is_func_wrapper, outputs)):
-            return
-        pinned = [unit.index for unit in self._units if unit.weights.is_pinned]
-        held = [len(self._units) - 1, *pinned]
-        on_grads(outputs, functools.partial(self._on_step_grad, held), "any")
-
-    def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
-        """Begin the pass and unshard units, if not done; cheap, as each child causes this event."""
-        if self._pass() is not None:
-            for index in indices:
-                if self._units[index].weights.residency is not Residency.WHOLE:
-                    break
-            else:
-                return
-        self._unshard_again(indices)
+        tracked = with_grad(outputs) if torch.is_grad_enabled() else []
+        if tracked and not any(map(internals.is_func_wrapper, tracked)):
+            pinned = [unit.index for unit in self._units if unit.weights.is_pinned]
+            held = [len(self._units) - 1, *pinned]
+            on_grads(tracked, functools.partial(self._on_step_grad, held), "any")
+        return bool(tracked)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _unshard_again(self, indices: Iterable[int]) -> None:
+    def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
+        """Begin the pass and unshard units, if not done."""
         self.begin()
         weights = [self._units[index].weights for index in indices]
         for each in weights:
@@ -403,7 +376,7 @@ class Backward:
                 " units. Gradients can be averaged only if all ranks run the same units. Call"
                 " `backward()` outside of the context."
             )
-        self._sharded.shown.hide()
+        self._sharded.hide()
         if self.is_running:
             # An exception ended the last pass, and no forward came since.
             self._step.reset()
@@ -467,8 +440,10 @@ class Backward:
             if not unit.parameters[index].requires_grad:
                 return  # frozen since its forward: torch calls the hook without a gradient
         if not self._takes or self._pass() is None:
-            is_outside = not self._step.is_open
-            if is_outside and unit.weights.needs_ranks and not unit.weights.is_gathered:
+            if not self._step.is_open:
+                self._sharded.hide()
+            is_outside = not self._step.is_open and not unit.weights.has_masters
+            if is_outside and unit.weights.needs_ranks:
                 raise RuntimeError(
                     "A backward pass goes through values that code between steps computed from the"
                     f" weights of {unit.label!r}, which are no longer in memory. Compute the values"

@@ -1,13 +1,17 @@
-"""A module whose parameters are gathered, released and reduced together, and its calls.
+"""A module whose parameters are gathered, released and reduced together.
 
-Torch has no event for the backward of a module. It begins with the first gradient of the call's
-outputs, and has ended when all of its inputs have their gradients.
+**Calls.** Torch has no event for the backward of a module. It begins with the first gradient of the
+call's outputs, and has ended when all of its inputs have their gradients.
 
-Graphs hold the hooks for these events, and may live long, for instance if a module keeps its loss.
-Python's garbage collector does not see through them, so no graph may refer to anything that holds a
-module.
+**Weights** are shown while their module runs; at any other time every use is noticed. What autograd
+records then computes with the weights, and all other code sees whole **masters**, in a new buffer.
+So weights of less precision than the masters exist only within forwards and backward passes.
 
-In each backward pass the gradients of a unit go the same way::
+Weights whose home is replicated (stages 1 and 2) are never released: ``reshard`` leaves them as
+they are, and every optimizer step refreshes them. Masters are shown over weights that are released
+or whole, and leave those as they are. ``docs/architecture.md`` lists the transitions.
+
+**Gradients** of a unit go the same way in each backward pass::
 
     expect -> take, take, ... -> reduce -> finish -> install
     expect -> take, take, ... -> keep_own                       (within ``no_sync``)
@@ -18,17 +22,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.weights import Residency, Shows, Weights
+from lightning_zero.comm import SyncPoint
+from lightning_zero.engine.hooks import on_grads, on_leaf_grads, with_grad
 from lightning_zero.parameters import FlatParameters
-from lightning_zero.tensors import internals, outside, span, tensors_in
+from lightning_zero.tensors import Work, internals, runs_outside, span, tensors_in
 
 Call = tuple[int, int]
 """One call of a unit's forward: the unit's index, and a number. No object: a graph holds it."""
@@ -82,7 +86,7 @@ class Calls:
             on_grads(inner, functools.partial(ended, call), "all")
         else:
             # Torch's multi-grad hook does not support leaves in `torch.autograd.grad`.
-            _on_leaf_grads(inputs, functools.partial(ended, call, None))
+            on_leaf_grads(inputs, functools.partial(ended, call, None))
 
     def end(self, outputs: Sequence[Tensor], began: Callable[[Call, Any], None]) -> bool:
         """End the innermost forward; return whether its ``outputs`` can get gradients.
@@ -114,62 +118,279 @@ class Calls:
         self.awaited, self.in_backward = set(), set()
 
 
-def on_grads(tensors: Sequence[Tensor], call: Callable[[Any], None], mode: Any) -> None:
-    """Call ``call`` when any of some tensors has a gradient, or all have, in each pass."""
-    if len(tensors) == 1:
-        # Equivalent to torch's multi-grad hook, at half the cost.
-        tensors[0].register_hook(call)  # type: ignore[no-untyped-call]
-    else:
-        register_multi_grad_hook(tensors, call, mode=mode)
+# -- weights ---------------------------------------------------------------------------------------
 
 
-def _on_leaf_grads(leaves: list[Tensor], done: Callable[[], None]) -> None:
-    """Call ``done`` once every leaf has had a gradient."""
-    waiting: dict[int, RemovableHandle] = {}
+class Residency(IntEnum):
+    """How far a unit's whole weights are from being read. All but the last guard the parameters."""
 
-    def note(number: int, _: Tensor) -> None:
-        waiting.pop(number).remove()
-        if not waiting:
-            done()
+    RELEASED = 0
+    """Only shards are in memory, and the parameters are placeholders."""
+    IN_FLIGHT = 1
+    """They are allocated and being filled."""
+    WHOLE = 2
+    """They are in memory."""
+    SHOWN = 3
+    """The parameters show them; in the root, those that are not cast from masters."""
 
-    for number, leaf in enumerate(leaves):
-        hook = functools.partial(note, number)
-        waiting[number] = leaf.register_hook(hook)  # type: ignore[no-untyped-call]
 
+class Weights:
+    """The whole weights of one unit.
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a bound ``method`` as a function, for graphs, that does not keep its object alive.
+    Facts from the plans are kept in attributes: they are read for each unit in each pass, where a
+    call would cost as much as the answer.
 
-    Once the object is gone, a call raises :func:`too_late`.
+    Args:
+        first_tag: The tag of the first group's messages; those of the next groups count on.
+
+    Attributes:
+        residency: Whether the weights are in memory, and shown.
+        has_masters: Whether whole masters are shown over them: to code outside of forwards, which
+            may change them, or within `gathered`.
+        is_pinned: Whether the weights stay whole until the end of the step.
+        stays_shown: Whether the weights are shown throughout the step: those of the root that are
+            not cast, and all of a unit that is compiled together with the code around it.
+        reshards: Whether they are released after use.
+        is_cast: Whether some have less precision than their masters.
+        needs_ranks: Whether the masters are gathered from other ranks to be shown.
     """
-    # Not `WeakMethod`, which would run more Python code for every event of every unit.
-    found, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
-    def call(*args: Any) -> None:
-        alive = found()
-        if alive is None:
-            raise too_late()
-        if internals.function_modes() or internals.dispatch_modes() or internals.func_level():
-            with outside():
-                function(alive, *args)
+    def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
+        self.label = label
+        self.residency = Residency.WHOLE
+        self.has_masters = self.is_pinned = self.stays_shown = False
+        self.reshards = any(flat.plan.reshards for flat in flats)
+        self.is_cast = any(flat.plan.is_cast for flat in flats)
+        self.needs_ranks = self.reshards or self.is_cast
+        self._flats = flats
+        self._first_tag = first_tag
+        self._works: list[Work] = []
+
+    @property
+    def rests(self) -> bool:
+        """Return whether a use of the parameters needs a gather."""
+        return self.residency is Residency.RELEASED and not self.has_masters
+
+    # -- in memory -------------------------------------------------------------------------------
+
+    @span("unshard")
+    def unshard(self, *, only_stepped: bool = False) -> None:
+        """Start to make the weights whole, anew if they are: all, or those that are stepped."""
+        self._works = []
+        for tag, flat in enumerate(self._flats, self._first_tag):
+            if not only_stepped or flat.may_be_stepped:
+                flat.weight.allocate()
+                out = flat.weight.tensor
+                self._works.append(flat.store.gather_weights(out, unit=self.label, tag=tag))
+        self.residency = Residency.IN_FLIGHT
+
+    def wait(self) -> None:
+        """Wait until the weights are whole, if they are in flight."""
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+            if self.stays_shown:
+                self.show(in_step=True)
+
+    @span("wait")
+    def _end_unshard(self) -> None:
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        for flat in self._flats:
+            flat.point_at_weights()
+        self.residency = Residency.WHOLE
+
+    def refresh(self, *, only_stepped: bool = False) -> None:
+        """Start to bring what is whole up to date with masters: all, or those that are stepped.
+
+        Raises:
+            RuntimeError: Masters were changed while they were shown, and are stepped as well.
+        """
+        had_masters = self.has_masters
+        if had_masters:
+            if self.changed:
+                raise RuntimeError(
+                    f"Weights of {self.label!r} were changed, and then stepped by an optimizer,"
+                    " within one `gathered(...)`. Change them before or after."
+                )
+            self.hide_masters()
+        elif self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+        self.guard()
+        if self.residency is not Residency.RELEASED:
+            self.unshard(only_stepped=only_stepped)
+        if had_masters:
+            self.show_masters(as_gathered=True)
+
+    def pin_if_viewed(self, tensor: Tensor) -> None:
+        """Keep the weights whole until the end of the step if ``tensor`` is a view of them."""
+        if internals.has_storage(tensor):
+            storage = tensor.untyped_storage()._cdata
+            own = [flat.weight.tensor.untyped_storage()._cdata for flat in self._flats]
+            self.is_pinned |= storage in own
+
+    def reshard(self) -> None:
+        """Release whole weights, unless they are replicated, pinned, held by code, or masters."""
+        is_kept = self.is_pinned or self.has_masters or not self.reshards
+        if is_kept or self.residency is Residency.RELEASED:
+            return
+        for flat in self._flats:
+            if flat.edits.handed_out and flat.edits.is_held:
+                self.is_pinned = True
+                self.guard()
+                return
+        self._release(may_be_shared=not torch.is_grad_enabled())
+
+    @span("reshard")
+    def _release(self, *, may_be_shared: bool) -> None:
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+        self.store_edits()
+        for flat in self._flats:
+            flat.release(may_be_shared=may_be_shared)
+        self.residency = Residency.RELEASED
+
+    def end_step(self) -> None:
+        """Release or guard whole weights at the end of a step."""
+        # Others may refer to what was whole for longer than its module ran.
+        may_be_shared = self.is_pinned or self.stays_shown
+        self.is_pinned = self.stays_shown = False
+        for flat in self._flats:
+            flat.edits.in_step = False
+        if self.residency is Residency.RELEASED:
+            return
+        if self.reshards and not self.has_masters:
+            self._release(may_be_shared=may_be_shared)
         else:
-            function(alive, *args)
+            self.store_edits()
+            self.guard()
 
-    return call
+    def store_edits(self, flats: Sequence[FlatParameters] | None = None) -> None:
+        """Copy users' changes of whole weights to the masters, on all ranks."""
+        if self.residency >= Residency.WHOLE:
+            store_edits(self._flats if flats is None else flats)
+
+    def abandon(self) -> None:
+        """End a step that an exception ended, without its edits, which others may not have made."""
+        for flat in self._flats:
+            flat.is_recorded = False
+        if self.residency is Residency.IN_FLIGHT:
+            # The ranks waited for may be gone, and their parts with them.
+            with contextlib.suppress(RuntimeError):
+                for work in self._works:
+                    work.wait()
+            self._works = []
+        if self.residency is not Residency.RELEASED and not self.has_masters:
+            self._end_unshard()
+        self.end_step()
+
+    def retire(self) -> None:
+        """Free the weights after the parameters were pointed elsewhere."""
+        for flat in self._flats:
+            flat.retire()
+        self.residency = Residency.RELEASED
+
+    # -- shown while the module runs -------------------------------------------------------------
+
+    def show(self, *, in_step: bool = False) -> None:
+        """Make the parameters readable at the weights, which must be whole or in flight.
+
+        With ``in_step``, those that are not cast, throughout a step.
+        """
+        self.stays_shown |= in_step
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+        if self.residency is Residency.WHOLE:
+            self.residency = Residency.SHOWN
+            for flat in self._flats:
+                if flat.masters is None and not (in_step and flat.plan.is_cast):
+                    flat.show()
+                    flat.edits.in_step |= in_step
+
+    def guard(self) -> None:
+        """Send every use of the parameters to their owner until the weights are next shown."""
+        if self.residency is Residency.SHOWN:
+            self.residency = Residency.WHOLE
+            for flat in self._flats:
+                if flat.masters is None:
+                    flat.guard()
+
+    def require_no_pending(self, flats: Sequence[FlatParameters] | None = None) -> None:
+        """Raise if a forward would not see changes that a backward pass must not have seen."""
+        pending = [flat for flat in flats or self._flats if flat.pending is not None]
+        if pending and not internals.in_backward():
+            raise RuntimeError(
+                f"Parameters of {self.label!r} were changed between a forward pass and its backward"
+                " pass, and the module is called again before that. In mixed precision its weights"
+                " are cast once for both. Change them after `backward()`, or gather weights in full"
+                " precision with ZeROStrategy(cast_weights='none')."
+            )
+
+    # -- masters ---------------------------------------------------------------------------------
+
+    @property
+    def changed(self) -> list[str]:
+        """The names of parameters that were changed while `gathered` shows them."""
+        shown = [(flat, flat.masters) for flat in self._flats if flat.masters is not None]
+        return [flat.layout.slots[i].name for flat, masters in shown for i in masters.changed]
+
+    @runs_outside
+    def show_masters(self, *, as_gathered: bool = False, in_step: bool = False) -> None:
+        """Show whole masters in place of what is guarded until :meth:`hide_masters`.
+
+        With ``as_gathered`` they are for `gathered`, in place of all: rank 0's changes are stored,
+        or none. Otherwise what each rank changes in its own part can be stored, and ``in_step``
+        the parameters stay guarded.
+        """
+        if self.residency is Residency.IN_FLIGHT:
+            self._end_unshard()
+        is_whole = self.residency >= Residency.WHOLE
+        shown = [flat for flat in self._flats if as_gathered or flat.is_guarded]
+        self.store_edits(shown)
+        started = [
+            (flat, *flat.gather_masters(self.label, tag, are_whole=is_whole))
+            for tag, flat in enumerate(self._flats, self._first_tag)
+            if flat in shown
+        ]
+        for flat, whole, work in started:
+            work.wait()
+            flat.show_masters(whole, stay_guarded=in_step, are_whole=is_whole)
+        self.has_masters = True
+
+    @runs_outside
+    def hide_masters(self, stored: Sequence[FlatParameters] = ()) -> None:
+        """Show what was shown before; changes that are not stored are lost.
+
+        Whole weights that are cast from ``stored`` changes are gathered anew.
+        """
+        is_whole, was_shown = self.residency >= Residency.WHOLE, self.residency is Residency.SHOWN
+        for tag, flat in enumerate(self._flats, self._first_tag):
+            if flat.masters is not None:
+                if is_whole and flat in stored and flat.plan.is_cast:
+                    out = flat.weight.tensor
+                    flat.store.gather_weights(out, unit=self.label, tag=tag).wait()
+                flat.hide_masters(are_whole=is_whole)
+        self.has_masters = False
+        if is_whole and (was_shown or self.stays_shown):
+            self.residency = Residency.WHOLE
+            self.show(in_step=self.stays_shown)
+
+    @runs_outside
+    def store_gathered(self) -> None:
+        """Make rank 0's gathered values the masters of all ranks; within write access."""
+        for flat in self._flats:
+            values = flat.gathered_values()
+            flat.store.comm.broadcast(values.tensor)
+            flat.take_over(values)
 
 
-def too_late() -> RuntimeError:
-    """Return the error for a backward pass whose weights are gone for good."""
-    return RuntimeError(
-        "A backward pass goes through a forward that ran before the module's training ended. The"
-        " weights that it saved have been released, and gradients are no longer averaged over the"
-        " ranks. Run the forward again."
-    )
-
-
-def with_grad(value: Any) -> list[Tensor]:
-    """Return the tensors inside ``value`` that require a gradient, or wrap one that may."""
-    return [t for t in tensors_in(value) if t.requires_grad or internals.is_func_wrapper(t)]
+def store_edits(flats: Sequence[FlatParameters]) -> None:
+    """Copy users' changes of whole weights to the masters, on all ranks."""
+    edited = [flat for flat in flats if flat.masters is None and flat.may_be_edited]
+    if edited:
+        with edited[0].store.comm.write_access(SyncPoint.EDIT):
+            for flat in edited:
+                flat.store_edits()
 
 
 # -- units -----------------------------------------------------------------------------------------
@@ -223,22 +444,18 @@ class Unit:
 
     @property
     def will_reshard(self) -> bool:
-        """Return whether the weights are whole and the end of the backward will release them."""
+        """Return whether the end of the unit's backward is to come, and will release weights."""
         weights = self.weights
-        is_gone = weights.residency is Residency.RELEASED
-        return weights.reshards and not (is_gone or weights.is_pinned or not self.calls.awaited)
-
-    def pin(self) -> None:
-        """Keep the weights whole until the end of the step, for a use that no event announces."""
-        self.weights.is_pinned = True
-        self.calls.have_run = True
+        is_there = weights.residency is not Residency.RELEASED and bool(self.calls.awaited)
+        return is_there and weights.reshards and not weights.is_pinned
 
     def inline(self) -> bool:
         """Return whether a compiled graph may contain the unit: its weights are whole beforehand.
 
         Torch's compiler traces this, and replays its side effects whenever the graph runs.
         """
-        if self.weights.shows is not Shows.WEIGHTS or self.weights.is_cast:
+        weights = self.weights
+        if weights.residency is not Residency.SHOWN or weights.has_masters or weights.is_cast:
             return False
         self.is_inlined = True
         self.calls.have_run = True

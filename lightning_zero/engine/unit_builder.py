@@ -67,8 +67,7 @@ def build_units(
             initializer.fill(holders[id(p)] for named in own for _, p in named)
             made = [FlatParameters(named, next(stores), owner) for named in own]
             yield (unit := Unit(spec.name, spec.module, made, index))
-            if spec.name:
-                unit.weights.reshard()
+            unit.weights.reshard()
             # Initializers of later units may read these weights, at stage 3 from peers.
             comm.fence(SyncPoint.SETUP)
 

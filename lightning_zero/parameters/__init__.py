@@ -12,7 +12,7 @@ flat_parameters  all of these for the parameters of a unit that share a dtype an
 """
 
 from lightning_zero.parameters.flat_parameters import FlatParameters
-from lightning_zero.parameters.full_grad import norms_of
+from lightning_zero.parameters.full_grad import FullGrad, norms_of
 from lightning_zero.parameters.gradients import begin_step, drop, have_new, settle
 from lightning_zero.parameters.guarded import (
     Guarded,

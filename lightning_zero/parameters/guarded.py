@@ -193,9 +193,12 @@ _REGISTER: Any = Tensor.register_post_accumulate_grad_hook
 
 
 def hook_last(parameter: Parameter, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register the owner's gradient hook, which runs after all others."""
+    """Register the owner's gradient hook, which runs after all others, if need be once trained."""
     with internals.as_plain_tensors():
+        is_trained = parameter.requires_grad
+        parameter.requires_grad = True  # torch asks for it, and keeps the hook without it
         handle: RemovableHandle = _REGISTER(parameter, hook)
+        parameter.requires_grad = is_trained
     ownership_of(parameter).last_hook = handle.id
     return handle
 

@@ -93,7 +93,7 @@ def between_steps() -> None:
             for parameter in engine.module.parameters():
                 change(parameter)
                 assert 0 < engine.sharded.memory()["gathered"] <= sum(largest[-2:])
-                assert len(engine.sharded.shown._touched) <= 2
+                assert len(engine.sharded._touched) <= 2
         backward(engine)
         assert engine.sharded.memory()["gathered"] == 0
     engine.close()

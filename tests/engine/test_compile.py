@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.weights import Residency
+from lightning_zero.engine.unit import Residency
 from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pools
 

@@ -19,8 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lightning_zero
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.engine.schedule import Need, Schedule
-from lightning_zero.engine.weights import Residency
+from lightning_zero.engine.schedule import Schedule
+from lightning_zero.engine.unit import Residency
 from lightning_zero.plan import Settings
 from tests.oracle.ranks import Pools
 
@@ -194,9 +194,9 @@ def follow(schedule: Schedule, *units: int) -> list[list[int]]:
     schedule.begin()
     seen = [schedule.ahead(2)]
     for unit in units:
-        schedule.record(Need(unit, is_backward=False))
+        schedule.record((unit, False))
         seen.append(schedule.ahead(2))
-    return [[need.unit for need in ahead] for ahead in seen]
+    return [[unit for unit, _ in ahead] for ahead in seen]
 
 
 def test_a_detour_finds_back() -> None:
