@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -343,9 +344,13 @@ class ShardedModel:
         return f"ZeRO stage {stage} over {ranks}{copies}"
 
     def describe(self) -> str:
-        """Return the units with their sizes."""
-        sizes = (f"  {unit.label}: {unit.numel:,} parameters" for unit in self.units)
-        return "\n".join([f"{self.headline}, by unit:", *sizes])
+        """Return the units with their sizes, consecutive equal ones on one line."""
+        lines = [f"{self.headline}, by unit:"]
+        for (_, numel), equal in itertools.groupby(self.units, lambda u: (not u.name, u.numel)):
+            first, *others = [unit.label for unit in equal]
+            names = f"{first} to {others[-1]}: {len(others) + 1} x" if others else f"{first}:"
+            lines.append(f"  {names} {numel:,} parameters")
+        return "\n".join(lines)
 
     # -- memory ----------------------------------------------------------------------------------
 

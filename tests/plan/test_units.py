@@ -147,5 +147,5 @@ def test_units_are_described_with_their_sizes() -> None:
     text = Engine(Model(), Settings(stage=2)).sharded.describe()
     assert "ZeRO stage 2 over 1 rank, by unit:" in text
     assert "embedding: 131,072 parameters" in text
-    assert "blocks.3: 66,304 parameters" in text
+    assert "blocks.0 to blocks.3: 4 x 66,304 parameters" in text
     assert "root: 3,082 parameters" in text
