@@ -8,6 +8,7 @@ import pickle
 import zipfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -329,6 +330,28 @@ def written_by(make: Callable[[], CheckpointIO], is_ours: bool, play: Player) ->
 
 for name, (make, is_ours) in PLUGINS.items():
     case("checkpoints", name=f"written_{name}", loop=partial(written_by, make, is_ours), ulps=16)
+
+
+class ByName(TorchCheckpointIO):
+    """Keeps one checkpoint, whose name is no path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = folder / "kept"
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        torch.save(checkpoint, self.place)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.load(self.place, weights_only=False)
+
+
+@case("checkpoints", worlds=(1,), ulps=16)
+def a_checkpoint_need_not_be_a_path(play: Player) -> Trace:
+    trainer = play.trainer(plugins=[ByName(play.folder)])
+    trainer.fit(Regression(), rows())
+    trainer.save_checkpoint("run 1")
+    how: dict[str, Any] = {"plugins": [ByName(play.folder)], "max_epochs": 2}
+    return play.fit(Regression(), ckpt_path="run 1", **how)
 
 
 class Broken(_WrappingCheckpointIO):

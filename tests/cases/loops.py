@@ -34,7 +34,7 @@ SAVED: dict[str, Any] = {"max_epochs": 2, "save_at": 1}
 case("fit", Regression, "fit_and_validate", **VALIDATED, max_epochs=2, rests=True,
      worlds=(1, 2, 3), stages=(1, 2, 3), transports=("windows", "point to point", "backend"))  # fmt: skip
 case("fit", Regression, "fit_in_mixed_precision", **VALIDATED, max_epochs=2, rests=True,
-     stages=(1, 2, 3), precisions=("bf16-mixed", "16-mixed", "bf16-true"))  # fmt: skip
+     stages=(1, 2, 3, 3), precisions=("bf16-mixed", "16-mixed", "bf16-true", "64-true"))  # fmt: skip
 case("fit", Regression, "accumulate", **VALIDATED, max_epochs=2, accumulate_grad_batches=3, rests=True, ulps=16,
      stages=(1, 2, 3, 2, 3, 3), settings=({}, {}, {}, {"accumulate": "local"}, {"accumulate": "local"}, {"reshard_after_forward": False}))  # fmt: skip
 case("fit", Regression, "cut_into_units", **VALIDATED, rests=True, stages=(3, 2, 3, 3),

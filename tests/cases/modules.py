@@ -146,7 +146,7 @@ BATCHES: dict[str, Any] = {
     "max_epochs": 2,
     "ulps": 256,
 }
-case("buffers", WithBuffers, **BATCHES, stages=(1, 2, 3))
+case("buffers", WithBuffers, **BATCHES, stages=(1, 2, 3), rests=True)
 case("buffers", WithBuffers, "buffers_accumulating", **BATCHES, accumulate_grad_batches=2)
 DRIFTING = {"drifting": Drifting, "by_hand": user(Drifting, training_step=send_or_not, automatic_optimization=False)}  # fmt: skip
 for name, module in DRIFTING.items():

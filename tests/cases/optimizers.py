@@ -231,6 +231,32 @@ def clear_by_hand(m: Any, batch: Any, batch_idx: int) -> None:
     m.notes.append([p.grad is None for p in m.parameters()])
 
 
+def decay_by_zeros(m: Any, batch: Any, batch_idx: int) -> None:
+    """A gradient of zeros still decays a weight; none at all does not."""
+    optimizer: Any = m.optimizers()
+    if batch_idx == 3:
+        optimizer.zero_grad()
+    if batch_idx != 2:
+        m.manual_backward(m.loss(batch))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def scale_by_hand(m: Any, batch: Any, batch_idx: int) -> None:
+    """Torch's own scaler: what one rank finds in its gradients skips the step of all."""
+    if not batch_idx:
+        m.scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)
+    m.manual_backward(m.scaler.scale(m.loss(batch)))
+    if batch_idx == 1:
+        m.head.weight.grad = torch.ones_like(m.head.weight)
+        m.head.weight.grad[0] = torch.inf
+    m.scaler.unscale_(own(m))
+    m.scaler.step(own(m))
+    m.scaler.update()
+    own(m).zero_grad()
+    m.notes.append(m.scaler.get_scale())
+
+
 class CountingModes(schedulefree.AdamWScheduleFree):  # type: ignore[name-defined, misc]
     """Notes the calls of methods that it overrides."""
 
@@ -261,6 +287,9 @@ REPLACED: dict[str, tuple[Any, dict[str, Any]]] = {
     "stepped_by_own_rule": (made(by_own_rule), {}),
     "patched_class": (Patched, {}),
     "clears_by_hand": (made(partial(with_noted_calls, adam), training_step=clear_by_hand, automatic_optimization=False), {}),
+    "decays_by_zeros": (made(lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.05), weight_decay=0.5, foreach=False),
+                             training_step=decay_by_zeros, automatic_optimization=False), {}),
+    "scales_by_hand": (made(of(SGD), training_step=scale_by_hand, automatic_optimization=False), {}),
     "schedule_free_subclass": (made(counting_modes), MODES),
 }  # fmt: skip
 # Optimizers, their states and checkpoints are sharded alike at every stage: stages take turns.
@@ -694,7 +723,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     **{name: of(pytorch_optimizer.load_optimizer(name), 0.02) for name in ("adan", "shampoo", "splus")},
 }  # fmt: skip
 for name, make in KINDS.items():
-    case("optimizers", made(make, Scaled), f"steps_{name}", ulps=64)
+    case("optimizers", made(make, Scaled), f"steps_{name}", ulps=64, rests=True)
 widen("steps_muon", "steps_prodigy", worlds=(2, 3))
 
 

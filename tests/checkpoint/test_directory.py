@@ -32,7 +32,7 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.comm import Control
 from lightning_zero.commands import convert, describe
-from tests.oracle import by_trainer, resharding
+from tests.oracle.by_trainer import Everything, Rows, assert_close, elements
 from tests.oracle.checkpoints import (
     CPU,
     PROVENANCE,
@@ -89,7 +89,7 @@ def test_fsdp2_reads_ours_and_we_read_fsdp2s(ranks: Pools, tmp_path: Path) -> No
     assert ours.keys() == theirs.keys()
     assert ours["loops"] == theirs["loops"]
     for key in ("state_dict", "optimizer_states"):
-        by_trainer.assert_close(ordered(ours[key]), ordered(theirs[key]), key)
+        assert_close(ordered(ours[key]), ordered(theirs[key]), key)
     lines = list(describe(tmp_path / "fsdp2"))
     assert "epoch 1, step 4" in lines
     assert any("state_dict/net.blocks.0.linear.weight" in line for line in lines)
@@ -213,7 +213,7 @@ def test_fsdp1(ranks: Pools, tmp_path: Path) -> None:
     found = torch_file(tmp_path / "theirs")
     expected = {"state_dict": dict(model.state_dict()), "state": optimizer.state_dict()["state"]}
     state = {"state_dict": found["state_dict"], "state": found["optimizer_states"][0]["state"]}
-    by_trainer.assert_close(ordered(state), ordered(expected), "theirs")
+    assert_close(ordered(state), ordered(expected), "theirs")
     for _ in range(2):
         step(model, optimizer)
     for (name, value), theirs in zip(model.named_parameters(), after_three.values(), strict=True):
@@ -222,8 +222,10 @@ def test_fsdp1(ranks: Pools, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_plain_program(tmp_path: Path) -> None:
-    model, (adam, _) = resharding.build()
-    resharding.steps(model, [adam], 0, 1)
+    model = Everything()
+    adam, _ = elements(model)
+    model.loss(next(iter(Rows()))).backward()
+    adam.step()
     state = {"model": model.state_dict(), "optim": adam.state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
     found = torch_file(tmp_path / "plain")

@@ -30,13 +30,11 @@ from lightning_zero.checkpoint import (
     Saver,
     existing,
     load,
-    optimizer_state,
 )
 from lightning_zero.checkpoint.files import this_host
 from lightning_zero.comm import Control, SyncPoint
 from lightning_zero.commands import convert, damage, describe
-from tests.oracle import resharding
-from tests.oracle.by_trainer import Model, Rows, brief, model, strategy_of
+from tests.oracle.by_trainer import Everything, Model, Rows, Run, brief, model
 from tests.oracle.checkpoints import (
     PROVENANCE,
     Hostile,
@@ -48,6 +46,7 @@ from tests.oracle.checkpoints import (
 )
 from tests.oracle.messages import messages
 from tests.oracle.ranks import Pools
+from tests.oracle.sharded import shard
 
 Kind = Callable[..., Any]
 KINDS = [FileSave, DirectorySave]
@@ -138,19 +137,24 @@ def test_an_upload_that_is_refused_fails_on_all(ranks: Pools) -> None:
     assert "on rank 0: the store refuses the file" in first
 
 
+class Differing(Model):
+    """Has another rate on a rank when it is saved."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 1:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.125
+        self.trainer.save_checkpoint("never.ckpt")
+
+
 def save_with_other_optimizers() -> str:
-    module, optimizers, engine = resharding.shard(3, "32-true")
-    resharding.steps(module, optimizers, 0, 1)
-    if engine.comm.control.rank == 1:
-        for group in optimizers[0].param_groups:
-            group["lr"] = 0.125
-    return told(optimizer_state, optimizers[0], engine, "optimizer 0")
+    return told(brief(ZeROStrategy(3), 1).fit, Differing(), Rows())
 
 
 def test_other_optimizers_on_a_rank_are_named_when_saving(ranks: Pools) -> None:
     first, second = ranks(2).run(save_with_other_optimizers)
     assert first == second
-    assert "do not agree on optimizer 0. rank 0: Group 0 of optimizer 0: lr 0.01; rank 1" in first
+    assert "do not agree on optimizer 0. rank 0: Group 0 of optimizer 0: lr 0.0" in first
+    assert "; rank 1: Group 0 of optimizer 0: lr 0.125" in first
 
 
 # -- targets that ranks do not share ---------------------------------------------------------------
@@ -436,7 +440,8 @@ def places(path: Path) -> list[tuple[int, int]]:
 
 def resume_from_damage(path: str, every: int) -> list[str]:
     """The errors of loading a checkpoint with one bit changed in a storage, one by one."""
-    module, _, engine = resharding.shard(3, "32-true")
+    module = Everything()
+    engine = shard(module)
     control = engine.comm.control
     chance, errors = random.Random(every), []
     before = [piece.detach().clone() for piece in engine.sharded.pieces]
@@ -455,10 +460,9 @@ def resume_from_damage(path: str, every: int) -> list[str]:
 def test_every_damaged_tensor_is_refused_by_all_before_anything_changes(
     ranks: Pools, tmp_path: Path, world: int, every: int
 ) -> None:
-    row = resharding.Saved(2, 3)
-    ranks(2).run(resharding.save_all, str(tmp_path), [row])
-    resharding.save_plain(tmp_path / "plain.ckpt", "elements")
-    for path in (tmp_path / f"{row.name}.file", tmp_path / "plain.ckpt"):
+    ranks(2).run(Run(2, 3).fit, str(tmp_path / "ours"))
+    Run().fit(str(tmp_path / "plain"))
+    for path in (tmp_path / "ours" / "mid.ckpt", tmp_path / "plain" / "mid.ckpt"):
         found = ranks(world).run(resume_from_damage, str(path), every)
         assert len(found[0]) * every > 50
         assert all(errors == found[0] for errors in found)
@@ -470,7 +474,7 @@ def test_what_is_damaged_asks_for_no_trust_and_is_not_converted(
     tmp_path: Path,
 ) -> None:
     path, target, control = tmp_path / "file.ckpt", tmp_path / "other.safetensors", Control()
-    resharding.save_plain(path, "elements")
+    torch.save({"state_dict": Everything().state_dict(), "epoch": 1}, path)
     with zipfile.ZipFile(path) as archive:
         pickled = archive.read("file/data.pkl")
     begin, chance = path.read_bytes().index(pickled), random.Random(0)
@@ -490,12 +494,12 @@ def test_what_is_damaged_asks_for_no_trust_and_is_not_converted(
 def test_files_without_checksums_are_not_called_damaged(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
-        resharding.save_plain(tmp_path / "plain.ckpt", "elements")
+        torch.save({"state_dict": {"count": torch.tensor(7)}}, tmp_path / "plain.ckpt")
         save_here(tmp_path / "directory", some(Control(), 1.0), kind=DirectorySave)
     finally:
         torch.serialization.set_crc32_options(True)
     found = load(str(tmp_path / "plain.ckpt"), Control())
-    assert found["state_dict"]["count"].item() == resharding.NUM_BEFORE
+    assert found["state_dict"]["count"].item() == 7
     assert fill_of(tmp_path / "directory") == 1.0
     for name in ("plain.ckpt", "directory"):
         assert "has no checksums" in told(damage, tmp_path / name)
@@ -513,6 +517,10 @@ def test_a_directory_without_its_objects_is_refused(tmp_path: Path) -> None:
 
 
 # -- what does not fit, or differs between ranks ---------------------------------------------------
+
+
+class Trust:
+    """Something that weights_only=True refuses to make."""
 
 
 class Wider(Model):
@@ -538,6 +546,7 @@ BAD: dict[str, tuple[str | tuple[str | None, str | None], str]] = {
     "shape of a state": ("shape.ckpt", r"'exp_avg' of 'net.embedding.weight' has shape \(7,\)"),
     "groups": ("groups.ckpt", r"it has 2 param groups, but the optimizer has 1"),
     "parameters": ("fewer.ckpt", r"its param group 0 has 1 parameters, but the optimizer's has"),
+    "objects": ("objects.ckpt", r"objects.ckpt' holds more than.*test_faults.Trust.*_only=False"),
     "other files": (("0/last.ckpt", "1/last.ckpt"), r"see different checkpoints.*step 2.*step 3"),
     "not on rank 1": (("good.ckpt", None), r"good.ckpt': on rank 1, ckpt_path"),
     "not on rank 0": ((None, "good.ckpt"), r"good.ckpt': on rank 0, ckpt_path"),
@@ -546,8 +555,8 @@ BAD: dict[str, tuple[str | tuple[str | None, str | None], str]] = {
 
 
 def write_bad(folder: str) -> None:
-    for name, kind in (("good.ckpt", "zero3"), ("good", "dcp3")):
-        trainer = brief(strategy_of(kind), 2)
+    for name, kind in (("good.ckpt", "file"), ("good", "dcp")):
+        trainer = brief(ZeROStrategy(3, checkpoint=kind), 2)  # type: ignore[arg-type]
         trainer.fit(model(), Rows())
         trainer.save_checkpoint(f"{folder}/{name}")
         trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
@@ -567,6 +576,7 @@ def write_bad(folder: str) -> None:
         "shape": lambda c: c["optimizer_states"][0]["state"][0].update(exp_avg=torch.ones(7)),
         "groups": lambda c: c["optimizer_states"][0]["param_groups"].append({"params": []}),
         "fewer": lambda c: c["optimizer_states"][0]["param_groups"][0].update(params=[0]),
+        "objects": lambda c: c.update(more=Trust()),
         "0/last": lambda c: None,
         "1/last": lambda c: c.update(global_step=3),
     }.items():
@@ -590,6 +600,11 @@ def fit_each(folder: str) -> list[str]:
         after = ("Cannot resume", "does not fit", "optimizer state")
         if not any(words in errors[-1] for words in after):
             assert all(torch.equal(v, before[key]) for key, v in module.state_dict().items()), name
+    module = model()
+    brief(ZeROStrategy(3), 4).fit(
+        module, Rows(), ckpt_path=f"{folder}/objects.ckpt", weights_only=False
+    )
+    assert len(module.losses) == 2
     return errors
 
 

@@ -7,7 +7,6 @@ import os
 import zipfile
 import zlib
 from collections import OrderedDict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from lightning_zero.checkpoint import (
     Saver,
     ShardedValue,
 )
-from lightning_zero.checkpoint.archive import Archive, joined_checksum
+from lightning_zero.checkpoint.archive import Archive
 from lightning_zero.checkpoint.files import BUFFER_BYTES, Writer
 from lightning_zero.comm import Control
 from tests.oracle.ranks import Pools
@@ -52,16 +51,6 @@ def test_archive_is_a_zip_with_aligned_records(tmp_path: Path, sizes: list[int])
     reader = torch._C.PyTorchFileReader(str(tmp_path / "file.zip"))
     for number in (0, len(sizes) - 1):
         assert reader.get_record_offset(f"data/{number}") == archive.places[number + 1]
-
-
-def test_checksums_join() -> None:
-    content = bytes(n * 31 % 251 for n in range(500))
-    edges = (0, 1, 7, 7, 499, 500)
-    parts = [(a, b - a, zlib.crc32(content[a:b])) for a, b in pairwise(edges)]
-    assert joined_checksum(parts[::-1], 500) == zlib.crc32(content)
-    for wrong in (parts[1:], parts[:-1], [*parts, parts[-1]]):
-        with pytest.raises(ValueError, match="do not join"):
-            joined_checksum(wrong, 500)
 
 
 # -- the writer ------------------------------------------------------------------------------------

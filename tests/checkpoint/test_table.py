@@ -1,11 +1,12 @@
 """Whoever wrote a checkpoint, whoever resumes from it takes the same next steps: one table.
 
-A row is what is saved and the layout that saves it, as a file and as a directory. Each is read at
-every number of ranks, at a stage that differs from number to number.
+A row is a run that saves in the middle of an epoch, by a callback and in the end, as a file and as
+a directory. Each is read at every number of ranks, at a stage that differs from number to number.
 """
 
 from __future__ import annotations
 
+import os
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,111 +20,154 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lightning_zero import ZeROStrategy
 from lightning_zero.commands import convert
 from tests.oracle import by_trainer
-from tests.oracle.by_trainer import Rows, brief
-from tests.oracle.checkpoints import same
-from tests.oracle.ranks import Pools
-from tests.oracle.resharding import MIXING, OWN_FORMATS, Saved, resume, save_all, save_plain
-
-ROWS = sorted(
-    [
-        *(Saved(*layout) for layout in ((1, 2), (2, 3), (2, 1), (3, 1), (3, 2), (4, 3))),
-        Saved(4, 2, shard=2),
-        *(Saved(2, stage, precision="bf16-mixed") for stage in (1, 2, 3)),
-        *(Saved(2, 3, what=what) for what in MIXING),
-        Saved(4, 1, what="mixing", shard=2),
-    ],
-    key=lambda row: row.world,
+from tests.oracle.by_trainer import (
+    MIXING,
+    NUM_BEFORE,
+    OWN_FORMATS,
+    Everything,
+    Rows,
+    Run,
+    assert_close,
+    brief,
+    fit_all,
 )
+from tests.oracle.checkpoints import ordered, same
+from tests.oracle.ranks import Pools
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks"),
+]
+BEHIND: dict[str, Any] = {"async_checkpoint": True, "restore_weights": False}
+RUNS = [
+    *(Run(*layout) for layout in ((1, 2), (2, 3), (2, 1))),
+    *(Run(2, stage, precision="bf16-mixed") for stage in (1, 2, 3)),
+    *(Run(2, 3, what) for what in MIXING),
+    Run(2, 1, settings=BEHIND),
+    Run(3, 1),
+    Run(3, 2, settings=BEHIND),
+    Run(4, 3),
+    Run(4, 2, settings={"shard": 2}),
+    Run(4, 1, "mixing", settings={"shard": 2}),
+]
+PLAIN = {what: Run(what=what) for what in ("elements", *MIXING)}
+"""The runs that they are compared with, under plain Lightning on one device."""
+KINDS: Any = ("file", "dcp")
+
+
+class Saved:
+    """The folders of all runs, and the losses of the plain ones."""
+
+    def __init__(self, ranks: Pools, folder: Path) -> None:
+        self.folder = folder
+        self.losses = {what: run.fit(f"{folder}/{what}") for what, run in PLAIN.items()}
+        numbered = enumerate(RUNS)
+        for world, of_world in groupby(numbered, lambda pair: pair[1].world):
+            jobs = [
+                (run._replace(settings={**run.settings, "checkpoint": kind}), self[n, kind], None)
+                for n, run in of_world
+                for kind in kinds_of(run)
+            ]
+            for (run, *_), losses in zip(jobs, ranks(world).run(fit_all, jobs)[0], strict=True):
+                assert losses == pytest.approx(self.losses[run.what], rel=tolerance(run)), run
+
+    def __getitem__(self, key: tuple[int, str]) -> str:
+        """Return the folder of a run of this number and kind."""
+        return f"{self.folder}/{key[0]}-{key[1]}"
+
+
+def kinds_of(run: Run) -> Any:
+    return KINDS[:1] if run.what in OWN_FORMATS else KINDS
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, Any]]:
-    """The folder of all checkpoints, and the losses after each; those of plain loops by what."""
-    folder = tmp_path_factory.mktemp("saved")
-    losses: dict[Any, Any] = {
-        what: save_plain(folder / f"{what}.ckpt", what) for what in ("elements", *MIXING)
-    }
-    for size, rows in groupby(ROWS, lambda row: row.world):
-        of_world = [*rows]
-        losses.update(
-            zip(of_world, ranks(size).run(save_all, str(folder), of_world)[0], strict=True)
-        )
-    return folder, losses
+def saved(ranks: Pools, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return Saved(ranks, tmp_path_factory.mktemp("saved"))
 
 
-def tolerance(row: Saved) -> float:
-    return 1e-2 if row.precision == "bf16-mixed" else 1e-4 if row.what in MIXING else 1e-5
+def tolerance(run: Run) -> float:
+    return 1e-2 if run.precision == "bf16-mixed" else 1e-4 if run.what in MIXING else 1e-5
 
 
-def test_files_are_what_a_plain_loop_saves(saved: tuple[Path, dict[Any, Any]]) -> None:
-    folder, losses = saved
-    for row in ROWS:
-        found = torch.load(folder / f"{row.name}.file", weights_only=True)
-        assert losses[row] == pytest.approx(losses[row.what], rel=tolerance(row)), row
-        if row.precision == "bf16-mixed":  # the masters
-            weight = found["state_dict"]["blocks.0.linear.weight"]
-            assert weight.dtype is torch.float32
-            assert not torch.equal(weight, weight.bfloat16().float())
-            continue
-        plain = torch.load(folder / f"{row.what}.ckpt", weights_only=True)
-        by_trainer.assert_close({key: found[key] for key in plain}, plain, row.name)
-        weights = found["state_dict"]
-        assert weights._metadata == plain["state_dict"]._metadata
-        assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr()
-        for key, value in plain["state_dict"].items():
-            assert weights[key].stride() == value.stride(), key
+def test_files_are_those_of_plain_lightning(saved: Saved) -> None:
+    """Those of a callback too, which removes the oldest."""
+    for number, run in enumerate(RUNS):
+        plain_folder = saved.folder / run.what
+        for kind in kinds_of(run):
+            assert sorted(os.listdir(saved[number, kind])) == sorted(os.listdir(plain_folder))
+        for name in ("mid", "last", "after"):
+            found = torch.load(f"{saved[number, 'file']}/{name}.ckpt", weights_only=True)
+            weights = found["state_dict"]
+            if run.precision == "bf16-mixed":  # the masters
+                weight = weights["blocks.0.linear.weight"]
+                assert weight.dtype is torch.float32
+                assert not torch.equal(weight, weight.bfloat16().float())
+                continue
+            plain = torch.load(plain_folder / f"{name}.ckpt", weights_only=True)
+            assert_close(found, plain, f"{run} {name}")
+            assert weights._metadata == plain["state_dict"]._metadata
+            assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr()
+            for key, value in plain["state_dict"].items():
+                assert weights[key].stride() == value.stride(), key
+    module = Everything.load_from_checkpoint(f"{saved[0, 'file']}/after.ckpt")
+    expected = torch.load(saved.folder / "elements" / "after.ckpt")["state_dict"]
+    assert_close(dict(module.state_dict()), dict(expected), "after")
+
+
+def require_next_steps(
+    saved: Saved, jobs: list[tuple[Run, str, str | None]], found: list[list[float]]
+) -> None:
+    for (run, _, path), losses in zip(jobs, found, strict=True):
+        expected = saved.losses[run.what][NUM_BEFORE:]
+        assert losses == pytest.approx(expected, rel=tolerance(run)), (run, path)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_checkpoint_resumes(
-    ranks: Pools, saved: tuple[Path, dict[Any, Any]], size: int
-) -> None:
-    folder, losses = saved
-    reads: list[tuple[str, Saved, int | str, Any]] = []
-    for number, row in enumerate(ROWS):
-        kind = "dcp" if (number // 3 + size) % 2 and row.what not in OWN_FORMATS else "file"
-        copies = 2 if size == 4 and number % 2 else "all"
-        reads.append((f"{folder}/{row.name}.{kind}", row, 1 + (number + size) % 3, copies))
-    for row in (Saved(1, 0, what) for what in ("elements", *MIXING) if size < 3):
-        reads.append((f"{folder}/{row.what}.ckpt", row, 1 + size, "all"))
-    found = ranks(size).run(resume, reads)
-    for read, *of_ranks in zip(reads, *found, strict=True):
-        row = read[1]
-        for of_rank in of_ranks:
-            assert of_rank == pytest.approx(losses[row.what], rel=tolerance(row)), read
+def test_every_checkpoint_resumes(ranks: Pools, saved: Saved, size: int) -> None:
+    jobs: list[tuple[Run, str, str | None]] = []
+    for number, run in enumerate(RUNS):
+        kind = kinds_of(run)[-1] if (number // 3 + size) % 2 else "file"
+        shard = {"shard": 2} if size == 4 and number % 2 else {}
+        reader = run._replace(strategy=1 + (number + size) % 3, settings=shard)
+        jobs.append((reader, "", f"{saved[number, kind]}/mid.ckpt"))
+    for run in PLAIN.values() if size < 3 else ():
+        jobs.append((run._replace(strategy=1 + size), "", f"{saved.folder}/{run.what}/mid.ckpt"))
+    for found in ranks(size).run(fit_all, jobs):
+        require_next_steps(saved, jobs, found)
 
 
-def test_every_file_resumes_under_ddp_and_alone(
-    ranks: Pools, saved: tuple[Path, dict[Any, Any]]
-) -> None:
-    folder, losses = saved
-    rows = [row for row in ROWS if row.precision == "32-true"]
-    reads = [(f"{folder}/{row.name}.file", row, "ddp", None) for row in rows]
-    for found in (ranks(2).run(resume, reads)[0], resume(reads)):  # type: ignore[arg-type]
-        for row, of_row in zip(rows, found, strict=True):
-            assert of_row == pytest.approx(losses[row.what], rel=tolerance(row)), row
+def test_every_file_resumes_under_ddp_and_alone(ranks: Pools, saved: Saved) -> None:
+    for strategy in ("ddp_find_unused_parameters_true", "auto"):
+        jobs: list[Any] = [
+            (run._replace(strategy=strategy), "", f"{saved[number, 'file']}/mid.ckpt")
+            for number, run in enumerate(RUNS)
+            if run.precision == "32-true"
+        ]
+        found = fit_all(jobs) if strategy == "auto" else ranks(2).run(fit_all, jobs)[0]
+        require_next_steps(saved, jobs, found)
 
 
-def test_torch_and_lightning_read_directories_as_the_file(
-    saved: tuple[Path, dict[Any, Any]], tmp_path: Path
-) -> None:
-    folder, _ = saved
-    for row in (row for row in ROWS if row.what == "elements" and row.world > 1):
-        plain = torch.load(folder / f"{row.name}.file", weights_only=True)
-        path = folder / f"{row.name}.dcp"
+def test_torch_and_lightning_read_directories_as_the_file(saved: Saved, tmp_path: Path) -> None:
+    for number, run in enumerate(RUNS):
+        if run.what != "elements" or run.world == 1:
+            continue
+        plain = torch.load(f"{saved[number, 'file']}/mid.ckpt", weights_only=True)
+        path = Path(saved[number, "dcp"]) / "mid.ckpt"
         dcp_to_torch_save(path, tmp_path / "whole.pt")
         whole = torch.load(tmp_path / "whole.pt", weights_only=True)
         same(whole["model"], dict(plain["state_dict"]))
-        for number, expected in enumerate(plain["optimizer_states"]):
-            same(by_name(whole[f"optimizer_{number}"]), expected)
+        for place, expected in enumerate(plain["optimizer_states"]):
+            same(by_name(whole[f"optimizer_{place}"]), expected)
         consolidated = _format_checkpoint(_load_distributed_checkpoint(path))
         same(consolidated["state_dict"], dict(plain["state_dict"]))
         assert len(consolidated["optimizer_states"]) == 2
-        assert consolidated["global_step"] == 7
+        assert consolidated["global_step"] == plain["global_step"]
         # Our own way there gives the plain file again, ties and ids included.
         convert(path, tmp_path / "ours.ckpt")
         ours = torch.load(tmp_path / "ours.ckpt", weights_only=True)
-        same(ours, {**plain, "state_dict": dict(plain["state_dict"])})
+        for file in (ours, plain):
+            del file["callbacks"]  # which have paths
+        assert_close(ordered(ours), ordered(plain), str(run), eps=0.0)
         weights = ours["state_dict"]
         assert weights["head.weight"].data_ptr() == weights["embedding.weight"].data_ptr()
 

@@ -81,26 +81,6 @@ class Ranks:
         return [(kind, value) for kind, value in self.lines[rank].receive()]
 
 
-def test_a_deadlock_ends_the_run_on_all_ranks() -> None:
-    ranks, a, b = Ranks(), at("a", 1, a=1), at("b", 1, b=1)
-    assert ranks.say(0, "place", a) == []
-    assert ranks.say(0, "place", None) == []  # it has gone on
-    assert ranks.say(1, "place", b) == []
-    [(kind, text)] = ranks.say(0, "place", a)
-    assert kind == "end"
-    assert "diverged: rank 0 waits in step 0 for a (called at train.py:1); rank 1 waits" in text
-    assert ranks.say(1, "end", "another error comes too late") == [("end", text)]
-
-
-@pytest.mark.parametrize("is_gone", [True, False])
-def test_who_has_gone_is_named(is_gone: bool) -> None:
-    ranks = Ranks()
-    if is_gone:
-        ranks.lines[1].close()
-    [(_, text)] = ranks.say(0, "lost", ("closed by peer", at("a", 1)))
-    assert re.search(r"has failed \(closed by peer\).*rank 0 waits .*no report from rank 1\.", text)
-
-
 def test_strangers_are_not_heard() -> None:
     ranks = Ranks()
     for words in (b"GET / HTTP/1.1\n", b'["hello", ["x", 1]]\n["end", "no"]\n'):

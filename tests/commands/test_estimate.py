@@ -25,18 +25,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
 GPT = f"{ROOT}/examples/train_gpt.py:GPT"
 
 
-def test_command_on_a_number(capsys: Any) -> None:
-    code, out, _ = run(capsys, "10B", "--ranks", "8", "--precision", "bf16-mixed",
-                       "--device-memory", "80GB")  # fmt: skip
-    assert code == 0
-    row = next(line for line in out.splitlines() if line.startswith("model states"))
-    assert re.findall(r"[\d.]+ GB", row) == ["160 GB", "40.0 GB", "40.0 GB", "20.0 GB"]
-    assert out.startswith(
-        "zero1 on 8 ranks: at least 40.0 GB of 80.0 GB per rank, before gathered weights and"
-        ' activations.\nTrainer(strategy="zero1", devices=8, precision="bf16-mixed"), after'
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -111,6 +111,7 @@ WAYS = {
     "zero2": Way({"stage": 2}, sent=0.65),
     "zero3": Way({"stage": 3}, sent=0.9),
     "zero3 without prefetch": Way({"stage": 3, "prefetch": 0}, sent=0.2),
+    "zero3 recomputed": Way({"stage": 3, "activation_checkpointing": True}, MIXED, kind=Residual),
     "zero3 accumulating": Way({"stage": 3}, MIXED, num_microbatches=2, clips=True),
     "zero3 locally": Way({"stage": 3, "accumulate": "local"}, num_microbatches=2),
     "hybrid": Way({"stage": 3, "shard": 2}, world=4),

@@ -109,3 +109,9 @@ def test_a_rank_without_a_part_of_the_gradients_steps_like_the_others(
 ) -> None:
     for moved, expected in ranks(2).run(_one_element, stage):
         assert moved == pytest.approx(expected, rel=1e-4)
+
+
+def test_defaults_are_torchs() -> None:
+    theirs = torch.amp.GradScaler("cpu")
+    theirs.scale(torch.ones(()))
+    assert LossScaler().state_dict() == theirs.state_dict()

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_zero import estimate
-from lightning_zero.comm import default_world_size
-from lightning_zero.engine import Engine
 from lightning_zero.memory import (
     ModelPlan,
     Offload,
     compare,
     named_offloads,
 )
-from lightning_zero.plan import RECIPES, Settings
-from tests.oracle.device import beside_the_host
-from tests.oracle.ranks import Pools
+from lightning_zero.plan import Settings
 
 P, N = 10**9, 8
 
@@ -103,59 +97,3 @@ def test_what_does_not_step_unit_by_unit_is_refused() -> None:
     for medium in ("cpu", "nvme"):
         with pytest.raises(ValueError, match=r"Adafactor .*numbers when it steps unit by unit"):
             subject.estimate(3, 2, offload=medium)
-
-
-MIXED = RECIPES["bf16-mixed"]
-
-
-def beside_a_run(folder: str, stage: int, medium: str) -> list[tuple[Any, Any]]:
-    """Bytes at rest of a run beside a host, and as predicted."""
-    offload = Offload.of_stage(stage, medium)
-    with beside_the_host(followed=False):
-        model = large()
-        settings = Settings(stage, MIXED, (nn.Linear,), offload=offload, offload_path=folder)
-        engine = Engine(model, settings)
-        own = torch.optim.Adam([p for p in model.parameters() if p.requires_grad])
-        engine.adopt(own)
-        for _ in range(2):
-            with engine.step() as watch:
-                rows = [torch.ones(1, m.in_features, dtype=m.weight.dtype) for m in model]
-                with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                    watch(
-                        loss := sum(m(x).sum().double() for m, x in zip(model, rows, strict=True))
-                    )
-            loss.backward()
-            own.step()
-        held = engine.sharded.memory()
-        engine.close(restore=False)
-        found = estimate(
-            large,
-            Settings(stage, units=(nn.Linear,), offload=offload),
-            world_size=default_world_size(),
-            rank=engine.comm.mesh.shard.rank,
-            precision="bf16-mixed",
-            optimizer=lambda all_: torch.optim.Adam([p for p in all_ if p.requires_grad]),
-            device="cpu",
-        )
-    rests = {
-        **found.resting,
-        **{f"host {kind}": count for kind, count in found.host.items()},
-        **{f"disk {kind}": count for kind, count in found.disk.items()},
-    }
-    return [(held.get(row, 0), count) for row, count in rests.items()]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_offload_is_what_a_run_has(ranks: Pools, tmp_path: Path, world: int) -> None:
-    for stage, medium in ((1, "cpu"), (3, "cpu"), (2, "nvme"), (3, "nvme")):
-        for pairs in ranks(world).run(beside_a_run, str(tmp_path), stage, medium):
-            assert [held for held, _ in pairs] == [count for _, count in pairs]
-
-
-def large() -> nn.Module:
-    """Units of several batches, of a part of one, of frozen weights and of two dtypes."""
-    model = nn.Sequential(
-        nn.Linear(256, 300), nn.Linear(64, 50), nn.Linear(300, 20), nn.Linear(30, 7).double()
-    )
-    model[2].requires_grad_(False)
-    return model

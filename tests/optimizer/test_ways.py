@@ -160,64 +160,47 @@ def test_the_setting_is_validated(strategy: Any) -> None:
 # -- those that try to hide ------------------------------------------------------------------------
 
 
-class Stepped(Optimizer):
-    """Calls :meth:`update` for each parameter with a gradient."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, {"lr": 0.1, **options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, group["lr"])
-
-    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
-        p.add_(grad, alpha=-lr)
-
-
-class Normalizing(Stepped):
+class Normalizing(Own):
     """Divides by the norm of a gradient."""
 
-    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
-        p -= lr * grad / grad.norm()
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        p -= group["lr"] * grad / grad.norm()
 
 
-class Counting(Stepped):
+class Counting(Own):
     """Is element-wise until its hundredth step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.param_groups[0]["step"] = 0
 
-    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         group = self.param_groups[0]
         group["step"] += 1
         if group["step"] % 100 == 0:
             grad = grad - grad.mean()
-        p.add_(grad, alpha=-lr)
+        p.add_(grad, alpha=-group["lr"])
 
 
-class Blind(Stepped):
+class Blind(Own):
     """Has parameters that it does not tell of."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
         self.all = lambda: self.param_groups[0]["params"]
 
-    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         for other in self.all():
-            other.sub_(lr)
+            other.sub_(group["lr"])
 
 
-class Twice(Stepped):
+class Twice(Own):
     def step(self, closure: Any = None) -> None:
         closure()
         closure()
 
 
-class Stopping(Stepped):
+class Stopping(Own):
     """Steps nothing more when it comes to a gradient of zeros, which toys have together."""
 
     def step(self, closure: Any = None) -> None:
@@ -230,15 +213,15 @@ class Stopping(Stepped):
                     break
 
 
-class Ruled(Stepped):
+class Ruled(Own):
     """Steps by a rule of ``p``, its gradient and the rate, which a schedule begins at zero."""
 
     def __init__(self, params: Any, rule: Any) -> None:
         super().__init__(params, lr=0.0)
         self.rule = rule
 
-    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
-        self.rule(p, grad, lr)
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        self.rule(p, grad, group["lr"])
 
 
 def assign(p: Tensor, grad: Tensor, lr: float) -> None:
@@ -269,17 +252,17 @@ RULES: list[tuple[Any, str]] = [
 ]
 
 
-class CountingParameters(Stepped):
+class CountingParameters(Own):
     """Counts parameters with gradients, of which ranks have different numbers, as steps."""
 
     count = 0
 
-    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         self.count += 1
-        p.sub_(grad, alpha=lr / self.count)
+        p.sub_(grad, alpha=group["lr"] / self.count)
 
 
-class ByLoss(Stepped):
+class ByLoss(Own):
     def step(self, closure: Any = None) -> None:
         loss = closure()
         for p in self.param_groups[0]["params"]:
@@ -304,25 +287,25 @@ def test_the_trial_is_not_fooled() -> None:
         found = verdict_of(make(mixed()))
         assert found.way is Way.ALL_AT_ONCE, reason
         assert reason in found.reason
-    assert verdict_of(Stepped(mixed())).way is Way.BY_ELEMENT
+    assert verdict_of(Own(mixed())).way is Way.BY_ELEMENT
 
 
 def test_sizes_count() -> None:
-    class OfLarge(Stepped):
-        def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
-            p.sub_(grad / grad.norm() if p.numel() >= 4096 else grad, alpha=lr)
+    class OfLarge(Own):
+        def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+            p.sub_(grad / grad.norm() if p.numel() >= 4096 else grad, alpha=group["lr"])
 
     for size, way in ((4, Way.BY_ELEMENT), (32, Way.ALL_AT_ONCE)):
         assert verdict_of(OfLarge([nn.Parameter(torch.randn(size, size, 3, 3))])).way is way
 
 
 def test_groups_count() -> None:
-    class Ours(Stepped):
-        def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+    class Ours(Own):
+        def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
             norm = [
                 group["norm"] for group in self.param_groups if any(p is q for q in group["params"])
             ]
-            p.sub_(grad / grad.norm() if norm[0] else grad, alpha=lr)
+            p.sub_(grad / grad.norm() if norm[0] else grad, alpha=group["lr"])
 
     for norm, way in ((False, Way.BY_ELEMENT), (True, Way.ALL_AT_ONCE)):
         groups = [{"params": mixed(), "norm": False}, {"params": mixed(), "norm": norm}]
@@ -332,15 +315,16 @@ def test_groups_count() -> None:
 # -- the user's own object -------------------------------------------------------------------------
 
 
-class Drawing(Stepped):
+class Drawing(Own):
     """Draws by every generator."""
 
-    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
-        p.sub_(grad, alpha=lr * random.random() * float(np.random.rand()) * torch.rand(()).item())
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        drawn = random.random() * float(np.random.rand()) * torch.rand(()).item()
+        p.sub_(grad, alpha=group["lr"] * drawn)
 
 
 def test_the_optimizer_and_all_generators_are_left_alone() -> None:
-    for cls in (Stepped, Drawing):
+    for cls in (Own, Drawing):
         params = mixed()
         optimizer = cls(params)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
@@ -380,17 +364,17 @@ def test_a_class_whose_step_was_replaced_is_not_tried(step: Any) -> None:
 # -- all ranks -------------------------------------------------------------------------------------
 
 
-class FailingOnOne(Stepped):
+class FailingOnOne(Own):
     """Runs out of memory, or raises, on one rank."""
 
     def __init__(self, params: Any, rank: int) -> None:
         super().__init__(params)
         self.rank = rank
 
-    def update(self, p: Tensor, grad: Tensor, lr: float) -> None:
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         if self.rank == 1 and p.numel() not in (8, 64):
             raise MemoryError
-        super().update(p, grad, lr)
+        super().update(p, grad, group)
 
 
 def way_with_one_failing() -> tuple[Any, str]:

@@ -1,36 +1,13 @@
-"""Rows of ranks, gradients of ranks, and how results are compared."""
+"""How results are compared."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from tests.oracle.models import Batch
-
-
-def share(batch: Batch, rank: int, world: int, micro: int = 0, accumulate: int = 1) -> Batch:
-    """The rows of one rank in one microbatch: microbatches follow one another, ranks in each."""
-    part = micro * world + rank
-    return {name: rows.chunk(world * accumulate)[part] for name, rows in batch.items()}
-
-
-def backward_of_ranks(model: nn.Module, losses: Sequence[Tensor]) -> None:
-    """Add the average of the gradients of the ranks' losses to what is there.
-
-    In the order of ranks, to the bit: with another last one SOAP takes other bases at once.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    of_ranks = [torch.autograd.grad(loss, parameters, allow_unused=True) for loss in losses]
-    for parameter, column in zip(parameters, zip(*of_ranks, strict=True), strict=True):
-        parts = [grad * (1 / len(losses)) for grad in column if grad is not None]
-        if parts:
-            total = functools.reduce(torch.add, parts)
-            parameter.grad = total if parameter.grad is None else parameter.grad + total
+from torch import Tensor
 
 
 def distance_in_ulps(value: Tensor, target: Tensor, dtype: torch.dtype | None = None) -> float:

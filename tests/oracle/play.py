@@ -29,6 +29,7 @@ import random
 import sys
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 import lightning_zero
-from lightning_zero import ZeROStrategy
+from lightning_zero import ZeROStrategy, estimate
 from lightning_zero.memory.summary import resting, terms_of
 from tests.oracle.models import Block
 from tests.oracle.parity import differences
@@ -231,7 +232,7 @@ class Player:
         callbacks = given.pop("callbacks", None)
         listed = callbacks() if callable(callbacks) else list(callbacks or ())
         if self.case.rests and not self.is_ddp:
-            listed = [_Rests(self.problems), *listed]
+            listed = [_Rests(self), *listed]
         if self.way.precision == "16-mixed":
             # On CPU the Trainer itself would turn this precision into "bf16-mixed".
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
@@ -272,6 +273,17 @@ class Player:
     def trace(self, module: nn.Module, trainer: Trainer | None = None, notes: Any = None) -> Trace:
         """Return what the module, which must be whole, the Trainer and the user hold."""
         return Trace.of(module, trainer, getattr(module, "notes", None) if notes is None else notes)
+
+    def estimated(self, trainer: Trainer) -> Counter[str]:
+        """Return the bytes between steps that are estimated for the case's module."""
+        settings = trainer.strategy.settings
+        if settings.shard == "node":  # of which an estimate does not know the size
+            settings = dataclasses.replace(settings, shard=self.way.world)
+        with torch.random.fork_rng(devices=[]):  # the run draws what it would draw anyway
+            module = self.case.module()
+        how: dict[str, Any] = {"world_size": self.way.world, "precision": self.way.precision}
+        how["accumulate_grad_batches"] = trainer.accumulate_grad_batches
+        return estimate(module, settings, rank=self.rank, **how).rests
 
     def fabric(self, **settings: Any) -> Fabric:
         """Return a launched Fabric over all ranks."""
@@ -331,10 +343,10 @@ def by_trainer(play: Player) -> Trace:
 
 
 class _Rests(Callback):
-    """Compares what a rank holds between steps with the prediction."""
+    """Compares what a rank holds between steps with the summary's prediction, and an estimate's."""
 
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
+    def __init__(self, player: Player) -> None:
+        self.player = player
         self.step = 0
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
@@ -345,15 +357,17 @@ class _Rests(Callback):
             return
         engine = trainer.strategy.engine
         try:
-            expected = resting(engine, terms_of(engine))
+            expected = {"the summary": resting(engine, terms_of(engine))}
         except ValueError:
             return  # only steps tell how much the optimizer keeps
+        if self.player.case.cut == 1:
+            expected["an estimate"] = self.player.estimated(trainer)
         held = engine.sharded.memory()
-        for kind in {*held, *expected} - {"gathered", "unreduced"}:
-            if held.get(kind, 0) != expected[kind]:
-                self.problems.append(
-                    f"at rest, {kind}: {held.get(kind, 0)} B held, {expected[kind]} predicted"
-                )
+        for by, kinds in expected.items():
+            for kind in {*held, *kinds} - {"gathered", "unreduced"}:
+                if held.get(kind, 0) != kinds.get(kind, 0):
+                    text = f"{held.get(kind, 0)} B held, {kinds.get(kind, 0)} predicted by {by}"
+                    self.player.problems.append(f"at rest, {kind}: {text}")
 
 
 def play(case: Case, way: Way, folder: Path) -> tuple[Trace, list[str]]:

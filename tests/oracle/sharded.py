@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import LossScaler, clip
 from lightning_zero.plan import RECIPES, Settings
 from tests.oracle.models import MODELS, Batch, Block, Case
-from tests.oracle.parity import share
 from tests.oracle.projects import Trace
 
 CPU = torch.device("cpu")
@@ -96,83 +95,61 @@ def train(
     case: str | Case,
     make_optimizer: Callable[[nn.Module], Any] = adamw,
     *,
+    stage: int | None = 3,
     steps: int = 3,
     accumulate: int = 1,
     precision: str = "32-true",
     policy: str | None = None,
-    clip_norm: float | None = None,
+    clip_norm: float = math.inf,
     comm: Communicator | None = None,
+    device: torch.device = CPU,
     **how: Any,
 ) -> Trace:
-    """Train on global batches of seeds 0, 1, ..., sharded; `how` goes to `shard`.
+    """Train on global batches of seeds 0, 1, ..., sharded, or under DDP if there is no `stage`.
 
     The trace has the masters, rank 0's buffers, this rank's losses, and as notes the norms of the
-    averaged gradients before clipping.
+    averaged gradients before clipping. `how` goes to `shard`.
     """
     case = MODELS[case] if isinstance(case, str) else case
-    recipe = RECIPES[precision]
-    device = CPU if comm is None else comm.device
+    recipe, device = RECIPES[precision], device if comm is None else comm.device
     model = case.build(dtype=MASTERS.get(precision, torch.float32)).to(device)
-    engine = shard(model, comm=comm, recipe=recipe, accumulate=policy, device=device, **how)
+    engine = None
+    if stage is not None:
+        how |= {"comm": comm, "recipe": recipe, "accumulate": policy, "device": device}
+        engine = shard(model, stage=stage, **how)
     optimizer = make_optimizer(model)
-    engine.adopt(optimizer)
-    scaler = LossScaler() if recipe.loss_scaled else None
+    loss_of: Any = _WithLoss(case, model)
+    if engine is None:
+        loss_of = DistributedDataParallel(loss_of, find_unused_parameters=True)
+    else:
+        engine.adopt(optimizer)
+    no_sync = loss_of.no_sync if engine is None else engine.no_sync
+    scaler = torch.amp.GradScaler(device.type, enabled=recipe.loss_scaled)
     losses, norms = [], []
     for step in range(steps):
         for micro, part in enumerate(_parts(case, step, accumulate, precision, device)):
-            with contextlib.nullcontext() if micro == accumulate - 1 else engine.no_sync():
-                with engine.step() as watch, surroundings(precision, device):
-                    watch(loss := case.loss(model, part))
-                (loss / accumulate * (1.0 if scaler is None else scaler.scale)).backward()
-            losses.append(loss.item())
-        pieces = engine.sharded.pieces
-        found_inf = scaler is not None and clip.unscale(pieces, engine.comm, scaler.scale)
-        norms.append(clip.total_norm(pieces, engine.comm).item())
-        if clip_norm is not None:
-            clip.clip_by_norm(pieces, engine.comm, clip_norm)
-        if not found_inf:
-            optimizer.step()
-        if scaler is not None:
-            scaler.update(found_inf=found_inf)
-        optimizer.zero_grad()
-    trace = _trace(model, whole(engine), losses, norms)
-    engine.close()
-    return trace
-
-
-def replicate(
-    case: str | Case,
-    make_optimizer: Callable[[nn.Module], Any] = adamw,
-    *,
-    steps: int = 3,
-    accumulate: int = 1,
-    precision: str = "32-true",
-    clip_norm: float | None = None,
-    device: torch.device = CPU,
-) -> Trace:
-    """The same under DistributedDataParallel."""
-    case = MODELS[case] if isinstance(case, str) else case
-    model = case.build(dtype=MASTERS.get(precision, torch.float32)).to(device)
-    optimizer = make_optimizer(model)
-    replica = DistributedDataParallel(_WithLoss(case, model), find_unused_parameters=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=RECIPES[precision].loss_scaled)
-    losses, norms = [], []
-    for step in range(steps):
-        for micro, part in enumerate(_parts(case, step, accumulate, precision, device)):
-            with contextlib.nullcontext() if micro == accumulate - 1 else replica.no_sync():
-                with surroundings(precision, device):
-                    loss = replica(part)
+            with contextlib.nullcontext() if micro == accumulate - 1 else no_sync():
+                watched = engine.step() if engine else contextlib.nullcontext(lambda _: None)
+                with watched as watch, _surroundings(precision, device):
+                    watch(loss := loss_of(part))
                 scaler.scale(loss / accumulate).backward()
             losses.append(loss.item())
-        if scaler.is_enabled():
-            scaler.unscale_(optimizer)
-        most = math.inf if clip_norm is None else clip_norm
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), most).item())
-        scaler.step(optimizer) if scaler.is_enabled() else optimizer.step()
+        scaler.unscale_(optimizer)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm).item())
+        scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    masters = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
-    return _trace(model, masters, losses, norms)
+    own = dict(model.named_parameters()) if engine is None else whole(engine)
+    buffers = dict(model.named_buffers()) if dist.get_rank() == 0 else {}
+    kept = {k: v.detach().to("cpu", copy=True) for k, v in {**own, **buffers}.items()}
+    if engine:
+        engine.close()
+    finite = [norm if math.isfinite(norm) else math.inf for norm in norms]
+    return Trace(kept, losses=losses, notes=finite)
+
+
+replicate = partial(train, stage=None)
+"""The same under DistributedDataParallel."""
 
 
 class _WithLoss(nn.Module):
@@ -189,25 +166,20 @@ class _WithLoss(nn.Module):
 def _parts(
     case: Case, step: int, accumulate: int, precision: str, device: torch.device
 ) -> Iterator[Batch]:
-    """This rank's rows in each microbatch of a step."""
+    """This rank's rows in each microbatch of a step; autocast casts them, or they are cast here."""
     rank, world = dist.get_rank(), dist.get_world_size()
     batch = case.batch(world * accumulate * ROWS, step)
     for micro in range(accumulate):
-        part = cast_inputs(share(batch, rank, world, micro, accumulate), precision)
+        # Microbatches follow one another, ranks in each.
+        part = {k: v.chunk(world * accumulate)[micro * world + rank] for k, v in batch.items()}
+        if precision in MASTERS:
+            to = MASTERS[precision]
+            part = {k: v.to(to) if v.is_floating_point() else v for k, v in part.items()}
         yield {name: value.to(device) for name, value in part.items()}
 
 
-def _trace(
-    model: nn.Module, masters: dict[str, Tensor], losses: list[float], norms: list[float]
-) -> Trace:
-    buffers = dict(model.named_buffers()) if dist.get_rank() == 0 else {}
-    named = {name: buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
-    finite = [norm if math.isfinite(norm) else math.inf for norm in norms]
-    return Trace({**masters, **named}, losses=losses, notes=finite)
-
-
 @contextlib.contextmanager
-def surroundings(precision: str, device: torch.device = CPU) -> Iterator[None]:
+def _surroundings(precision: str, device: torch.device = CPU) -> Iterator[None]:
     """Enter what a Lightning precision plugin puts around a forward."""
     autocast = RECIPES[precision].autocast
     if autocast is not None:
@@ -220,13 +192,6 @@ def surroundings(precision: str, device: torch.device = CPU) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(default)
-
-
-def cast_inputs(batch: Batch, precision: str) -> Batch:
-    """Inputs in the weights' dtype, unless autocast sees to that."""
-    if precision not in MASTERS:
-        return batch
-    return {k: v.to(MASTERS[precision]) if v.is_floating_point() else v for k, v in batch.items()}
 
 
 def is_in_file(tensor: Tensor, folder: str) -> bool:

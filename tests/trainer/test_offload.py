@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_zero import MemoryMonitor, ZeROStrategy
+from lightning_zero import MemoryMonitor, ZeROStrategy, estimate
 from lightning_zero.checkpoint import write_safetensors
 from tests.oracle.by_trainer import Model, Rows, Stop, make_trainer, world
 from tests.oracle.device import Device, beside_the_host
@@ -98,11 +98,14 @@ def test_a_torn_step_is_neither_saved_for_its_exception_nor_made_whole(
 
 
 def on_host(folder: str, name: str) -> dict[str, int]:
-    """Resumes beside a host from a run without, and the other way round."""
+    """Resumes beside a host from a run without, and the other way round; bytes are as estimated."""
     stage = "zero2" if "2" in name else "zero3"
 
+    def chosen() -> Any:
+        return ZeROStrategy(3, offload_optimizer="cpu") if name == "states alone" else name
+
     def offloaded(*callbacks: Any, **more: Any) -> dict[str, Tensor]:
-        strategy = ZeROStrategy(3, offload_optimizer="cpu") if name == "states alone" else name
+        strategy = chosen()
         with beside_the_host(followed=False):
             return fit(strategy, folder, *callbacks, precision="bf16-mixed", **more).state_dict()
 
@@ -115,7 +118,12 @@ def on_host(folder: str, name: str) -> dict[str, int]:
     found = plain(path=f"{folder}/host.ckpt"), offloaded(monitor, path=f"{folder}/device.ckpt")
     for state in found:
         assert all(torch.equal(value, whole[key]) for key, value in state.items())
-    return monitor.measured["step"]
+    held = monitor.measured["step"]
+    how: dict[str, Any] = {"world_size": world(), "precision": "bf16-mixed"}
+    found = [estimate(Fused(), chosen(), rank=rank, **how).rests for rank in range(world())]
+    for kind in found[0]:
+        assert held.get(kind, 0) == max(one[kind] for one in found), kind
+    return held
 
 
 @pytest.mark.parametrize("name", ["zero2_offload", "states alone"])

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from lightning_zero import ZeROStrategy, estimate
 from tests.oracle import by_trainer
 from tests.oracle.messages import messages
-from tests.oracle.models import MODELS
+from tests.oracle.models import MODELS, Block
 from tests.oracle.projects import Regression, fit, make_strategy, make_trainer, rows
 from tests.oracle.ranks import Pools
 
@@ -153,7 +153,7 @@ ROUNDED: dict[str, Any] = {"stochastic_rounding": True}
 
 def _observe(folder: str, path: str | None = None, precision: Any = None, **how: Any) -> Any:
     """Six steps, of which `<folder>/mid.ckpt` has three, or those after another file."""
-    module, strategy = by_trainer.model(), ZeROStrategy(**how)
+    module, strategy = by_trainer.model(), ZeROStrategy(**{"units": {Block}, **how})
     options: dict[str, Any] = {"max_steps": 6, "precision": precision}
     options["callbacks"] = [] if path else [by_trainer.Stop(f"{folder}/mid.ckpt", 3)]
     trainer = by_trainer.make_trainer(dist.get_world_size(), strategy, folder, **options)
@@ -162,21 +162,42 @@ def _observe(folder: str, path: str | None = None, precision: Any = None, **how:
     for (_, verb), of_unit in strategy.traffic.items():
         sent[verb] += of_unit.bytes
     weights = {name: value.clone() for name, value in module.state_dict().items()}
-    return {"losses": module.losses, "weights": weights, "sent": sent}
+    drawn = torch.get_rng_state().tolist()
+    return {"losses": module.losses, "weights": weights, "sent": sent, "drawn": drawn}
 
 
-def test_a_trainer_sends_a_quarter_and_resumes(ranks: Pools, tmp_path: Path) -> None:
-    plain = ranks(2).run(_observe, str(tmp_path / "plain"))[0]
-    coded = ranks(2).run(_observe, str(tmp_path / "coded"), **CODED)
+@pytest.mark.parametrize(
+    ("world", "how", "bits"),
+    [
+        (2, {"stage": 3}, CODED),
+        (4, {"stage": 2, "shard": 2}, {"reduce_bits": 8}),
+        (4, {"stage": 3, "precision": "bf16-mixed"}, CODED),
+    ],
+)
+def test_a_trainer_sends_fewer_bits(
+    ranks: Pools, tmp_path: Path, world: int, how: dict[str, Any], bits: dict[str, int]
+) -> None:
+    """A byte for each element, and four for each block of 64; chance is the same in every run."""
+    plain = ranks(world).run(_observe, str(tmp_path / "plain"), **how)[0]
+    coded = ranks(world).run(_observe, str(tmp_path / "coded"), **how, **bits)
+    wide = {"gather": 2} if "precision" in how else {}
+    wide |= {} if "gather_bits" in bits else {"gather": 0}
     for one in coded:
-        assert one["sent"] == {verb: sent * 17 // 64 for verb, sent in plain["sent"].items()}
+        assert one["sent"] == {
+            verb: sent * 17 // (16 * wide.get(verb, 4)) if wide.get(verb, 4) else sent
+            for verb, sent in plain["sent"].items()
+        }
         assert one["losses"] == pytest.approx(plain["losses"], rel=0.02)
         assert one["losses"] != plain["losses"]
+        assert one["drawn"] == plain["drawn"]
+        assert all(torch.equal(v, coded[0]["weights"][k]) for k, v in one["weights"].items())
     # A file holds masters: either way reads the other's.
-    for written_by, bits in (("coded", {}), ("plain", CODED)):
+    for written_by, other in (("coded", {}), ("plain", bits)):
         path = str(tmp_path / written_by / "mid.ckpt")
-        resumed = ranks(2).run(_observe, str(tmp_path), path, **bits)[0]
+        resumed = ranks(world).run(_observe, str(tmp_path), path, **how, **other)[0]
         assert resumed["losses"] == pytest.approx(plain["losses"][-3:], rel=0.02)
+    again = ranks(world).run(_observe, str(tmp_path / "again"), **how, **bits)[0]
+    assert again["losses"] == coded[0]["losses"]
 
 
 def test_an_estimate_takes_bits() -> None:
