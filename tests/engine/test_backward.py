@@ -38,50 +38,6 @@ def backward(engine: Engine, seed: int = 0) -> None:
 # ------------------------------------------------------------------------------------ memory
 
 
-def peaks(held: Callable[[Engine], int], **how: Any) -> list[int]:
-    """The most of what is held, in each of three steps."""
-    engine, found = shard(build(Deep), **how), [0]
-
-    def look(*_: Any) -> None:
-        found[-1] = max(found[-1], held(engine))
-
-    for module in engine.module.modules():
-        module.register_forward_pre_hook(look)
-        module.register_forward_hook(look)
-    for parameter in engine.module.parameters():
-        parameter.register_post_accumulate_grad_hook(look)
-    for step in range(3):
-        backward(engine, step)
-        assert engine.sharded.memory()["gathered"] == 0
-        assert engine.sharded.memory()["unreduced"] == engine.comm.transport.scratch_bytes
-        found.append(0)
-    engine.close()
-    return found[:-1]
-
-
-def whole_units(engine: Engine) -> int:
-    """The units that are whole besides the root."""
-    inner = [unit for unit in engine.sharded.units if unit is not engine.sharded.root]
-    return sum(any(b.weight.nbytes for b in unit.flat_parameters) for unit in inner)
-
-
-def unreduced_units(engine: Engine) -> int:
-    """The units whose size gradients have before their reduction."""
-    partial = [flat.gradients.partial for flat in engine.sharded.flats]
-    nbytes = sum(each.buffer.tensor.nbytes for each in partial if each is not None)
-    return -(-nbytes // (engine.sharded.units[1].flat_parameters[0].layout.numel * 4))
-
-
-def test_two_units_at_most_are_whole_or_unreduced_besides_the_root(ranks: Pools) -> None:
-    assert ranks(WORLD).run(peaks, whole_units, prefetch=0) == [[1, 1, 1]] * WORLD
-    assert ranks(WORLD).run(peaks, whole_units) == [[1, 2, 2]] * WORLD
-    whole = ranks(WORLD).run(peaks, whole_units, reshard_after_forward=False)
-    assert whole == [[8, 8, 8]] * WORLD
-    for stage in (1, 3):
-        # The root's own gradients are held to the end; of the eight blocks one at a time.
-        assert ranks(WORLD).run(peaks, unreduced_units, stage=stage) == [[2, 2, 2]] * WORLD
-
-
 def between_steps() -> None:
     """Few units are whole while all are read, or changed where no peer reads them."""
     engine = shard(build(Deep), comm=Communicator(CPU, reads_peers=False))

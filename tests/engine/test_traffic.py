@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_zero.comm import Communicator, Sent
-from lightning_zero.plan import RECIPES
 from tests.oracle.models import Blocks
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, adamw, adopted, padded
@@ -104,20 +102,3 @@ def test_elements_sent_are_the_stage_table(ranks: Pools, world: int) -> None:
     for by_way in ranks(world).run(elements_sent, ways):
         for way, sent in zip(ways, by_way, strict=True):
             assert sent == table(way, world), way
-
-
-def bytes_sent() -> None:
-    """Weights travel in two bytes, and gradients in four."""
-    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(2)))
-    engine, optimizer = adopted(model, adamw, recipe=RECIPES["bf16-mixed"], units="leaves")
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(torch.ones(2, 128)).square().mean()
-    loss.backward()
-    optimizer.step()
-    for (_, verb), sent in engine.comm.traffic.items():
-        assert sent.bytes == {"gather": 2, "reduce": 4}[verb] * sent.elements > 0
-    engine.close()
-
-
-def test_mixed_precision_sends_half_weights(ranks: Pools) -> None:
-    ranks(2).run(bytes_sent)
