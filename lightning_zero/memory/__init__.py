@@ -15,7 +15,6 @@ summary what a strategy prints when training begins, and when memory runs out
 ======= ===========================================================================================
 """
 
-from lightning_zero.memory.dry_run import LiveBytes
 from lightning_zero.memory.model import (
     OF_STAGE_3,
     Estimate,
