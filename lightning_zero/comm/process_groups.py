@@ -119,15 +119,18 @@ def new_group_of_hosts() -> Any:
     """
     # Torch's fake backend, which stands in for all other ranks, works on CPUs too.
     backend = "fake" if dist.get_backend() == "fake" else "gloo"
-    if dist.get_world_size() <= _MOST_CONNECTED:
-        return _new_group(backend)
-    # Torch passes no options on to gloo, which reads this one whenever it makes a group.
-    before = os.environ.get(_LAZY)
-    os.environ[_LAZY] = "1"
+    # Lightning binds the default group to the rank's device. Torch then connects the device's
+    # backend of each new group, and fails for one of hosts, which has none, unless it is CUDA's.
+    default, before = _default_group(), os.environ.get(_LAZY)
+    device, default.bound_device_id = default.bound_device_id, None
+    if dist.get_world_size() > _MOST_CONNECTED:
+        # Torch passes no options on to gloo, which reads this one whenever it makes a group.
+        os.environ[_LAZY] = "1"
     try:
         return _new_group(backend)
     finally:
-        os.environ.pop(_LAZY) if before is None else os.environ.update({_LAZY: before})
+        default.bound_device_id = device
+        os.environ.pop(_LAZY, None) if before is None else os.environ.update({_LAZY: before})
 
 
 def time_limit() -> timedelta | None:
@@ -215,24 +218,16 @@ def _device_groups() -> list[Any]:
 def give_up_devices() -> None:
     """Abort the groups of devices; those between hosts go on."""
     groups = _device_groups()
-    with _together(groups):
-        for group in groups:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
-
-
-@contextlib.contextmanager
-def _together(groups: list[Any]) -> Iterator[None]:
-    """Abort groups together: one aborted alone may wait for another (pytorch 119797)."""
     every = (backend for group in groups for backend in _backends_of(group))
+    # All together: one aborted alone may wait for another (pytorch 119797).
     backends = [backend for backend in every if hasattr(backend, "_group_start")][:1]
     for backend in backends:
         backend._group_start()
-    try:
-        yield
-    finally:
-        for backend in backends:
-            backend._group_end()
+    for group in groups:
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+    for backend in backends:
+        backend._group_end()
 
 
 def _all_groups() -> list[Any]:
@@ -250,31 +245,14 @@ def _new_group(
     """Make a group, of all ranks by default, with the time limit of the default group."""
     # A new group would otherwise get torch's default.
     limit, options = time_limit(), None
-    is_of_hosts = backend is not None
     if is_urgent and backend_for("cuda") == "nccl":
         # A kernel of NCCL would otherwise wait until the kernels of computation leave it room.
         backend = "nccl"
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if limit is not None:
             options._timeout = limit
-    bound = _unbound() if is_of_hosts else contextlib.nullcontext()
-    with bound, towards(os.environ.get("MASTER_ADDR", "")):
+    with towards(os.environ.get("MASTER_ADDR", "")):
         return dist.new_group(ranks, backend=backend, timeout=limit, pg_options=options)
-
-
-@contextlib.contextmanager
-def _unbound() -> Iterator[None]:
-    """Enter a context in which the default group is bound to no device.
-
-    Lightning binds it to the rank's. Torch then connects the device's backend of each new group,
-    and fails for one of hosts, which has none, unless that device is CUDA's.
-    """
-    group = _default_group()
-    device, group.bound_device_id = group.bound_device_id, None
-    try:
-        yield
-    finally:
-        group.bound_device_id = device
 
 
 _SECONDS_BETWEEN_LOOKS = 0.01

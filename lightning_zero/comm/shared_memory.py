@@ -172,20 +172,17 @@ class SharedMemory(Transport):
     @classmethod
     def can_see_peers(cls, control: Control, axis: Axis) -> bool:
         """Return whether every rank can map every other rank's memory; a collective."""
-        sees_all = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-        window = Window.create(8, axis.size) if sees_all else None
+        has_windows = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+        window = Window.create(8, axis.size) if has_windows else None
         if window is not None:
             window.view(1, torch.int64).fill_(axis.rank + 1)
         addresses = control.gather_objects(window and window.address)
-        for peer, rank in enumerate(axis.ranks):
-            address = addresses[rank]
-            sees_all = sees_all and address is not None
-            try:
-                seen = Window.open(address, axis.size).view(1, torch.int64) if sees_all else 0
-                sees_all = sees_all and int(seen) == peer + 1
-            except (OSError, RuntimeError):
-                sees_all = False
-        return all(control.gather_objects(sees_all))
+        found = [address for rank in axis.ranks if (address := addresses[rank]) is not None]
+        try:
+            seen = [int(Window.open(each, axis.size).view(1, torch.int64)) for each in found]
+        except (OSError, RuntimeError):
+            seen = []
+        return all(control.gather_objects(seen == [*range(1, axis.size + 1)]))
 
     @override
     def share(self, extents: Iterable[Extent]) -> Generator[Shards, None, None]:
