@@ -47,7 +47,6 @@ def in_fabric(**settings: Any) -> Callable[[], Any]:
 
 def fit(
     module: Callable[[], Any] = Regression,
-    verb: str = "fit",
     callbacks: Any = (),
     precision: Any = "32-true",
     **settings: Any,
@@ -58,7 +57,7 @@ def fit(
         how = {"stage": 3, "units": {Block}, **settings}
         made = [make() for make in callbacks]
         trainer = make_trainer(ZeROStrategy(**how), callbacks=made, precision=precision)
-        getattr(trainer, verb)(module(), *([rows()] if BatchSizeFinder not in callbacks else []))
+        trainer.fit(module(), rows())
 
     return run
 
@@ -339,14 +338,6 @@ def backward_late(part: Callable[[Any], Any], stage: int) -> Callable[[], Any]:
     return run
 
 
-def forget_fabrics_setup() -> None:
-    fabric.ZeROStrategy()._backward_sync_control.no_backward_sync(nn.Linear(1, 1), True)
-
-
-def find_batch_sizes(verb: str) -> Callable[[], Any]:
-    return fit(verb=verb, callbacks=[BatchSizeFinder])
-
-
 def set_up_with_an_optimizer_of_old_parameters() -> None:
     ours: Any = fabric.ZeROStrategy(3, tensor_parallel_size=2, parallelize_fn=cut_in_fabric)
     loop = Fabric(accelerator="cpu", devices=2, strategy=ours)
@@ -443,8 +434,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     **{f"left sharded, {number}": (of_weight(use), R, r"'net.blocks.0.linear.weight' .*was left sharded when training ended.*restore_weights=True") for number, use in enumerate((torch.sum, nn.init.ones_, lambda w: setattr(w, "data", torch.ones(WIDTH, WIDTH)), lambda w: w.detach().copy_(torch.ones(WIDTH, WIDTH))))},
     **{f"left sharded, {name}": (left_sharded(use), R, "was left sharded when training ended.*restore_weights=True") for name, use in (("loaded", load_ones), ("trained", lambda m: make_trainer(3).fit(m, rows())))},
     **{f"a late backward, stage {n}, {name}": (backward_late(part, n), R, "ran before the module's training ended.*Run the forward again") for n in (2, 3) for name, part in (("whole", lambda m: m), ("a child of the root", lambda m: m.head))},
-    "no setup": (forget_fabrics_setup, T, "no_backward_sync"),
-    **{f"batch size, {v}": (find_batch_sizes(v), E, r"lightning_zero\.estimate") for v in ("fit", "validate", "test", "predict")},
+    "batch size": (fit(callbacks=[BatchSizeFinder]), E, "not supported with distributed"),
 }  # fmt: skip
 OF_TWO: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shards of three": (shards(3), V, "shard=3 makes groups of 3 ranks, but 2 ranks cannot be divided"),

@@ -22,7 +22,6 @@ from lightning_zero.checkpoint.load import (
     provenance,
     read_file,
     read_weights,
-    require_checkpoint,
     rest_of,
 )
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors

@@ -31,7 +31,7 @@ from lightning_zero.checkpoint import (
     with_integer_ids,
     write_safetensors,
 )
-from lightning_zero.comm import Control, default_world_size
+from lightning_zero.comm import Control
 from lightning_zero.memory import format_bytes, parse_bytes
 from lightning_zero.plan import as_dtype
 
@@ -71,7 +71,6 @@ def convert(
     Arguments are those of the command. Safetensors files hold only weights, and optimizer states
     are never cast.
     """
-    _check_alone()
     is_folder = str(target).endswith("/") or Path(target).is_dir()
     target = Path(target)
     if target.suffix not in (*_PLAIN, _DIRECTORY, _FILE, "") and not is_folder:
@@ -97,16 +96,6 @@ def convert(
         is_file = target.suffix == _FILE and not is_folder
         write_safetensors(target, tensors, max_bytes=None if is_file else max_shard_bytes)
     return format_bytes(sum(value.nbytes for value in tensors.values()))
-
-
-def _check_alone() -> None:
-    """Raise if writing a file would wait for other ranks."""
-    num_ranks = default_world_size()
-    if num_ranks > 1:
-        raise RuntimeError(
-            f"convert must run in a single process, but this process is one of {num_ranks} ranks."
-            " Call it before the Trainer runs, or use the command `lightning-zero convert`."
-        )
 
 
 def _cast(name: str, value: Any, dtype: torch.dtype | None, control: Control) -> Any:

@@ -192,8 +192,8 @@ def _advice(asked: _Asked, found: list[Estimate]) -> list[str]:
     fit = [one for one in (*chosen, *found) if asked.fits(one)]
     if not fit:
         return [_NOTHING, f"{_named(least)} needs least: {_need(asked, least)}."]
-    one = next((one for one in fit if asked.fits(one, asked.room)), None)
-    one = one or min(fit, key=lambda one: one.peak.total)
+    roomy = [one for one in fit if asked.fits(one, asked.room)]
+    one = roomy[0] if roomy else min(fit, key=lambda one: one.peak.total)
     fits = " fits" if one.has_units and one.has_activations else ""
     return [f"{_named(one)}{fits}: {_need(asked, one)}.", _to_write(asked, one)]
 

@@ -25,6 +25,7 @@ from lightning_zero.engine.engine import (
     gathered,
     grad_norm,
     join,
+    open_engines,
     piece_among,
 )
 from lightning_zero.engine.rank_check import differences, group_lines

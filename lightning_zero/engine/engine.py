@@ -342,13 +342,17 @@ _engines: list[weakref.ref[Engine]] = []
 """The engines of this process in the order in which they were made, which is that of all ranks."""
 
 
+def open_engines() -> list[Engine]:
+    """Return the engines of this process that are not closed."""
+    engines = [engine for ref in _engines if (engine := ref()) is not None]
+    return [engine for engine in engines if not engine.is_closed]
+
+
 def engines_of(parameters: Iterable[Parameter]) -> list[tuple[Engine, list[Parameter]]]:
     """Return the open engines that shard any of ``parameters``, each with those that it shards."""
-    wanted = list(parameters)
-    found = []
-    for engine in [engine for ref in _engines if (engine := ref()) is not None]:
-        own = [p for p in wanted if engine.sharded.piece(p) is not None]
-        if own and not engine.is_closed:
+    wanted, found = list(parameters), []
+    for engine in open_engines():
+        if own := [p for p in wanted if engine.sharded.piece(p) is not None]:
             found.append((engine, own))
     return found
 

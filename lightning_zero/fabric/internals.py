@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.strategies.strategy import (
+    _apply_filter,
+    _BackwardSyncControl,
+    _validate_keys_for_strict_loading,
+)
 from lightning.fabric.utilities.device_dtype_mixin import (
     _DeviceDtypeModuleMixin,
     _update_properties,
@@ -35,6 +39,10 @@ StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
 Stateful = _Stateful
 """The protocol of objects whose ``state_dict`` Fabric saves."""
+apply_filter = _apply_filter
+"""Puts the entries of a state that the user's filter keeps into a checkpoint."""
+require_keys = _validate_keys_for_strict_loading
+"""Raises a ``KeyError`` if a checkpoint lacks what is to be loaded, though loading is strict."""
 random_states = partial(_collect_rng_states, include_cuda=False)
 """Returns the states of the host's generators, as Lightning saves and isolates them."""
 set_random_states = _set_rng_states

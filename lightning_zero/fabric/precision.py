@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from lightning.fabric.plugins.precision import (
@@ -20,13 +19,8 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_zero.comm import Communicator
-from lightning_zero.optimizer import (
-    FindPiece,
-    LossScaler,
-    clip,
-    members,
-    parameter_of,
-)
+from lightning_zero.engine import engines_of, piece_among
+from lightning_zero.optimizer import LossScaler, clip, members, parameter_of
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import RECIPES, Recipe
 
@@ -130,15 +124,13 @@ class ShardedPrecision(Precision):
             with torch.autocast(self.device, dtype=dtype, cache_enabled=False):
                 yield
 
-    def unscaled(
-        self, optimizer: Optimizer, find_piece: FindPiece | None, comm: Communicator | None
-    ) -> bool:
+    def unscaled(self, optimizer: Optimizer) -> bool:
         """Divide an optimizer's gradients by the loss scale; return whether any is not finite.
 
-        All ranks get the same answer. Without ``comm``, no parameter is sharded.
+        All ranks get the same answer, unless no parameter is sharded.
         """
         assert self.scaler is not None
-        pieces, others = grads_of(optimizer, find_piece)
+        pieces, others, comm = grads_of(optimizer)
         return clip.unscale(pieces, comm, self.scaler.scale, others)
 
     @classmethod
@@ -174,8 +166,8 @@ class FabricPrecision(ShardedPrecision):
         self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
     ) -> None:
         super().__init__(precision, scaler, device)
-        # By optimizer: the gradients that were unscaled, and whether any was not finite.
-        self._unscaled: dict[int, tuple[list[weakref.ref[Any]], bool]] = {}
+        # By optimizer that was unscaled since its last step: whether a gradient was not finite.
+        self._found_inf: dict[Optimizer, bool] = {}
         if self.scaler is not None:
             # Only now: Fabric refuses `loss.backward()` if a precision has a `backward` of its own.
             self.backward = self._scaled_backward  # type: ignore[method-assign]
@@ -184,23 +176,21 @@ class FabricPrecision(ShardedPrecision):
         assert self.scaler is not None
         super().backward(tensor * self.scaler.scale, *args, **kwargs)
 
-    def unscale(
-        self, optimizer: Optimizer, find_piece: FindPiece, comm: Communicator | None
-    ) -> None:
-        """Divide the gradients by the loss scale, unless that was done to these gradients."""
+    @override
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients by the loss scale, before they are clipped.
+
+        Raises:
+            RuntimeError: That was done before, since the optimizer's last step.
+        """
         if self.scaler is None:
             return
-        pieces, others = grads_of(optimizer, find_piece)
-        grads = [*(piece.grad for piece in pieces if piece.grad is not None), *others]
-        storages = [grad.untyped_storage() for grad in grads]
-        if (before := self._unscaled.get(id(optimizer))) is not None:
-            alive = [ref() for ref in before[0]]
-            are_same = all(any(one is storage for one in alive) for storage in storages)
-            # A rank that holds no part of any of these gradients cannot tell, and follows.
-            if all(comm.control.gather_objects(are_same) if comm is not None else [are_same]):
-                return
-        found = self.unscaled(optimizer, find_piece, comm)
-        self._unscaled[id(optimizer)] = [weakref.ref(one) for one in storages], found
+        if optimizer in self._found_inf:
+            raise RuntimeError(
+                f"The gradients of {type(optimizer).__name__} were unscaled already since its last"
+                " step. Under precision='16-mixed', clip them once before each step."
+            )
+        self._found_inf[optimizer] = self.unscaled(optimizer)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -212,19 +202,35 @@ class FabricPrecision(ShardedPrecision):
                 "precision='16-mixed' decides before a step whether to skip it, so an optimizer"
                 " cannot be stepped with a closure. Call the closure first, or use 'bf16-mixed'."
             )
-        _, found_inf = self._unscaled.pop(id(optimizer))
+        if optimizer not in self._found_inf:
+            self.unscale_gradients(optimizer)
+        found_inf = self._found_inf.pop(optimizer)
         self.scaler.update(found_inf=found_inf)
         return None if found_inf else optimizer.step(**kwargs)
 
 
-def grads_of(
-    optimizer: Optimizer, find_piece: FindPiece | None
-) -> tuple[list[Piece], list[Tensor]]:
-    """Return an optimizer's pieces, and the gradients of its parameters of no module."""
-    held = members(optimizer, find_piece)
-    pieces = [one for one in held if isinstance(one, Piece)]
-    grads = [p.grad for p in held if not isinstance(p, Piece) and p.grad is not None]
-    return pieces, grads
+class OptimizerGrads(NamedTuple):
+    """The gradients that an optimizer steps.
+
+    ``others`` are those of its parameters of no module; ``comm`` are the ranks, ``None`` if nothing
+    is sharded.
+    """
+
+    pieces: list[Piece]
+    others: list[Tensor]
+    comm: Communicator | None
+
+
+def grads_of(optimizer: Optimizer) -> OptimizerGrads:
+    """Return the gradients that an optimizer steps."""
+    parameters = map(parameter_of, members(optimizer))
+    engines = [engine for engine, _ in engines_of(parameters)]
+    held = members(optimizer, piece_among(engines))
+    return OptimizerGrads(
+        [one for one in held if isinstance(one, Piece)],
+        [p.grad for p in held if not isinstance(p, Piece) and p.grad is not None],
+        engines[0].comm if engines else None,
+    )
 
 
 def _scaler_of(plugin: Any) -> LossScaler:

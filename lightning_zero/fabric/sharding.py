@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_zero.comm import (
     Communicator,
+    Control,
     data_group,
     default_group,
     device_mesh,
@@ -80,12 +81,27 @@ class Sharding:
         data = mesh["data_parallel"]
         return {"num_replicas": data.size(), "rank": data.get_local_rank()}
 
+    # Those of Lightning, under the watchdog: a rank whose peer fails says so.
+
+    def barrier(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Wait for all ranks."""
+        inherited: Any = super()
+        with self._collective("a barrier"):
+            inherited.barrier(*args, **kwargs)
+
+    def broadcast(self: Any, obj: Any, src: int = 0) -> Any:
+        """Return a rank's object on all ranks."""
+        inherited: Any = super()
+        with self._collective("a broadcast"):
+            return inherited.broadcast(obj, src)
+
     def all_gather(
         self: Any, tensor: Tensor, group: Any = None, sync_grads: bool = False
     ) -> Tensor:
         """Gather tensors, by default of the data-parallel ranks, as under DDP."""
         inherited: Any = super()
-        gathered: Tensor = inherited.all_gather(tensor, group, sync_grads)
+        with self._collective("an all-gather of values", group):
+            gathered: Tensor = inherited.all_gather(tensor, group, sync_grads)
         if (mesh := self._mesh_instead_of(group)) is None:
             return gathered
         # Torch's gather of a part of the ranks has no backward with gloo.
@@ -96,20 +112,30 @@ class Sharding:
         inherited: Any = super()
         reduce = getattr(inherited, "reduce", None) or inherited.all_reduce  # as Fabric calls it
         number = torch.tensor(int(decision), device=self.root_device)
-        return bool(reduce(number, None, "min" if all else "max"))
+        with self._collective("a decision"):
+            return bool(reduce(number, None, "min" if all else "max"))
 
-    def _counted_once(
-        self, reduce: Callable[..., Any], value: Any, group: Any, reduce_op: Any
-    ) -> Any:
+    def _reduced(self, reduce: Callable[..., Any], value: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce a value, by default over the data-parallel ranks; all ranks get the same."""
-        if (mesh := self._mesh_instead_of(group)) is None:
-            return reduce(value, group, reduce_op)
-        return share(reduce(value, data_group(mesh), reduce_op), mesh)
+        mesh = self._mesh_instead_of(group)
+        with self._collective("a reduction of values", group):
+            if mesh is None:
+                return reduce(value, group, reduce_op)
+            return share(reduce(value, data_group(mesh), reduce_op), mesh)
+
+    def _collective(self, place: str, group: Any = None) -> AbstractContextManager[Any]:
+        """Return the context in which this rank waits for the others of a group."""
+        control = self._control if _has_all(group) else None
+        return nullcontext() if control is None else control.watchdog.at(place)
+
+    @property
+    def _control(self) -> Control | None:
+        """What connects all ranks, once they are connected."""
+        raise NotImplementedError
 
     def _mesh_instead_of(self, group: Any) -> Any:
-        """Return the mesh of the ranks if ``group`` is the default, as Lightning writes it."""
-        is_default = group is None or group is default_group()
-        return self._running_mesh if is_default else None
+        """Return the mesh of the ranks if ``group`` is that of all ranks."""
+        return self._running_mesh if _has_all(group) else None
 
     @property
     def _running_mesh(self) -> Any:
@@ -175,13 +201,18 @@ class Sharding:
                 )
 
 
+def _has_all(group: Any) -> bool:
+    """Return whether a group has all ranks, as Lightning writes it."""
+    return group is None or group is default_group()
+
+
 def init_device(*, is_empty: bool | None) -> AbstractContextManager[Any]:
     """Return the context in which a model is built: the accelerator may be too small for it."""
     return torch.device("meta") if is_empty else nullcontext()
 
 
 class ShardedModule(nn.Module):
-    """A module whose forward is a step of an engine.
+    """A module whose forward is a step of an engine; the counterpart of DDP's wrapper.
 
     Attributes:
         module: The user's module, whose parameters the engine shards.
@@ -194,11 +225,21 @@ class ShardedModule(nn.Module):
         self.engine = engine
 
     @override
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; a backward from what it returns finds its weights."""
-        step = self.engine.step(awaits_backward=torch.is_grad_enabled())
-        with step as watch, explained_memory(self.engine):
-            output = self.module(*args, **kwargs)
+        return self.run(self.module, torch.is_grad_enabled(), *args, **kwargs)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    def run(
+        self, function: Callable[..., Any], awaits_backward: bool, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call a function that runs the module within a step."""
+        step = self.engine.step(awaits_backward=awaits_backward)
+        with step as watch, explained_memory():
+            output = function(*args, **kwargs)
             watch(output)
             return output
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context whose backward passes send no gradients; nothing after a run."""
+        return nullcontext() if self.engine.is_closed else self.engine.no_sync()

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import load_module_state, module_state
-from lightning_zero.comm import Communicator, Control
+from lightning_zero.comm import Control
 from lightning_zero.engine import Engine, piece_among
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import Checkpoints, writes_files
@@ -31,7 +31,7 @@ from lightning_zero.fabric.precision import FabricPrecision, grads_of
 from lightning_zero.fabric.sharding import ShardedModule, Sharding, init_device
 from lightning_zero.memory import explained_memory, summary
 from lightning_zero.optimizer import clip, members, parameter_of
-from lightning_zero.parameters import Piece, local_of
+from lightning_zero.parameters import local_of
 from lightning_zero.plan import START_METHODS, Settings
 
 
@@ -208,33 +208,25 @@ class ZeROStrategy(Sharding, DDPStrategy):
 
     @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self._counted_once(super().all_reduce, tensor, group, reduce_op)
+        return self._reduced(super().all_reduce, tensor, group, reduce_op)
+
+    @property
+    @override
+    def _control(self) -> Control | None:
+        return self.engines[0].comm.control if self.engines else None
 
     # -- the step --------------------------------------------------------------------------------
 
     @override
     @functools.wraps(DDPStrategy.backward)  # which Fabric looks at: it allows `loss.backward()`
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        with self._explained():
+        with explained_memory():
             super().backward(*args, **kwargs)
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        self._unscaled(optimizer)
-        with self._explained():
+        with explained_memory():
             return super().optimizer_step(optimizer, **kwargs)
-
-    def _explained(self) -> AbstractContextManager[None]:
-        return explained_memory(self.engines[0]) if self.engines else nullcontext()
-
-    def _unscaled(
-        self, optimizer: Optimizer
-    ) -> tuple[list[Piece], list[Tensor], Communicator] | None:
-        """Return the pieces, other gradients and the ranks; ``None`` if nothing is sharded."""
-        engines = self._checkpoints.engines_of(optimizer)
-        comm, find_piece = engines[0].comm if engines else None, piece_among(engines)
-        self.precision.unscale(optimizer, find_piece, comm)
-        return None if comm is None else (*grads_of(optimizer, find_piece), comm)
 
     @override
     def clip_gradients_norm(
@@ -250,11 +242,12 @@ class ZeROStrategy(Sharding, DDPStrategy):
         Raises:
             RuntimeError: The norm is not finite, on all ranks, if ``error_if_nonfinite``.
         """
-        if (sharded := self._unscaled(optimizer)) is None:
+        pieces, others, comm = grads_of(optimizer)
+        if comm is None:
             return super().clip_gradients_norm(
                 module, optimizer, max_norm, norm_type, error_if_nonfinite
             )
-        pieces, others, comm = sharded
+        self.precision.unscale_gradients(optimizer)
         return clip.clip_by_norm(
             pieces,
             comm,
@@ -268,10 +261,12 @@ class ZeROStrategy(Sharding, DDPStrategy):
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
     ) -> None:
-        if (sharded := self._unscaled(optimizer)) is None:
+        pieces, others, comm = grads_of(optimizer)
+        if comm is None:
             super().clip_gradients_value(module, optimizer, clip_val)
         else:
-            clip.clip_by_value(sharded[0], clip_val, sharded[1])
+            self.precision.unscale_gradients(optimizer)
+            clip.clip_by_value(pieces, clip_val, others)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -288,10 +283,9 @@ class ZeROStrategy(Sharding, DDPStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Save from all ranks at once; nothing is gathered."""
-        converted = {
-            key: kept(self._state_of(key, value), (filter or {}).get(key))
-            for key, value in state.items()
-        }
+        converted: dict[str, Any] = {}
+        for key, value in state.items():
+            internals.apply_filter(key, filter or {}, self._state_of(key, value), converted)
         is_ours = storage_options is None and writes_files(self.checkpoint_io)
         self._checkpoints.save(
             converted,
@@ -337,12 +331,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
         if isinstance(state, (nn.Module, Optimizer)):
             self._load({"optimizer": state}, {"optimizer": held}, strict=strict)
             return {}
-        missing = [key for key in state if key not in held]
-        if strict and missing:
-            raise KeyError(
-                f"The requested state contains a key {missing[0]!r} that does not exist in the"
-                " loaded checkpoint. To disable strict loading, set `strict=False`."
-            )
+        internals.require_keys(state.keys(), held.keys(), strict=strict)
         found = {key: held.pop(key) for key in state if key in held}
         self._load(state, found, strict=strict)
         for key, saved in found.items():
@@ -371,13 +360,6 @@ class ZeROStrategy(Sharding, DDPStrategy):
         self._checkpoints.load_optimizers(zip(optimizers.values(), prepared, strict=True))
 
 
-def kept(state: Any, keeps: Callable[[str, Any], bool] | None) -> Any:
-    """Return the entries of a state for which ``keeps(name, value)`` is true."""
-    if keeps is None or not isinstance(state, dict):
-        return state
-    return {name: value for name, value in state.items() if keeps(name, value)}
-
-
 def _leave(engines: list[Engine]) -> None:
     """Let these engines stop taking part in collectives."""
     for engine in engines:
@@ -389,11 +371,5 @@ class _BackwardSync(internals.BackwardSyncControl):
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if not enabled:
-            return nullcontext()
-        if not isinstance(module, ShardedModule):
-            raise TypeError(
-                "fabric.no_backward_sync needs a module that fabric.setup has returned, got"
-                f" {type(module).__name__}."
-            )
-        return module.engine.no_sync()
+        assert isinstance(module, ShardedModule), "Fabric asks for a module that was set up"
+        return module.no_sync() if enabled else nullcontext()

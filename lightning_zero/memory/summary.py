@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Engine, open_engines
 from lightning_zero.memory.report import format_bytes
 from lightning_zero.memory.states import OptimizerStates
 from lightning_zero.memory.walk import UnitTerms, in_use
@@ -107,27 +107,32 @@ def terms_of(engine: Engine, *, counts_states: bool = True) -> list[UnitTerms]:
 
 
 @contextlib.contextmanager
-def explained_memory(engine: Engine) -> Iterator[None]:
+def explained_memory() -> Iterator[None]:
     """Add to an out-of-memory error of the block what this rank holds, and what to try next."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        explain(error, engine)
+        explain(error)
         raise
 
 
-def explain(error: BaseException, engine: Engine) -> None:
+def explain(error: BaseException) -> None:
     """Add to torch's out-of-memory error what this rank holds, and what to try next."""
     is_new = isinstance(error, torch.OutOfMemoryError) and not getattr(error, "__notes__", ())
-    if is_new and hasattr(error, "add_note"):  # from Python 3.11 on
+    engines = open_engines()
+    if is_new and engines and hasattr(error, "add_note"):  # from Python 3.11 on
         with contextlib.suppress(Exception):  # an explanation must not hide the error
-            error.add_note(out_of_memory(engine))
+            error.add_note(out_of_memory(engines))
 
 
-def out_of_memory(engine: Engine) -> str:
-    """Return a sentence on the bytes that this rank holds, and one on what to try next."""
-    sharded, settings = engine.sharded, engine.sharded.settings
-    held = Counter(sharded.memory())
+def out_of_memory(engines: Sequence[Engine]) -> str:
+    """Return a sentence on the bytes that this rank holds, and one on what to try next.
+
+    Modules of one process have the same settings.
+    """
+    settings, num_shards = engines[0].sharded.settings, engines[0].comm.mesh.shard.size
+    num_units = sum(len(engine.sharded.units) for engine in engines)
+    held = sum((Counter(engine.sharded.memory()) for engine in engines), Counter[str]())
     counted = sum(n for kind, n in held.items() if not kind.startswith(("host ", "disk ")))
     activations = max(0, allocated_on(settings.device) - counted)
     weights, gradients = held["weights"] + held["master"], held["gradients"] + held["unreduced"]
@@ -139,7 +144,7 @@ def out_of_memory(engine: Engine) -> str:
         "activations and temporary tensors": activations,
     }
     parts = ", ".join(f"{format_bytes(size)} of {name}" for name, size in sizes.items())
-    num_shards, offloaded = engine.comm.mesh.shard.size, gradients + held["states"]
+    offloaded = gradients + held["states"]
     tries = [("half the micro-batch with twice the accumulate_grad_batches", activations // 2)]
     if settings.device.type != "cpu" and settings.offload is None:
         offloaded += weights if settings.stage == 3 else held["master"]
@@ -148,7 +153,7 @@ def out_of_memory(engine: Engine) -> str:
         saved = held["weights"] + (held["unreduced"] if settings.stage == 1 else 0)
         tries.insert(0, ('strategy="zero3"', saved * (num_shards - 1) // num_shards))
     if not settings.activation_checkpointing:
-        saved = activations * (len(sharded.units) - 1) // len(sharded.units)
+        saved = activations * (num_units - 1) // num_units
         tries.insert(0, ("activation_checkpointing=True", saved))
     most = max(saved for _, saved in tries)
     name, saved = next(one for one in tries if one[1] >= most // 4)

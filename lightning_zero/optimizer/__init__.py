@@ -26,7 +26,7 @@ from lightning_zero.optimizer.attached import (
 from lightning_zero.optimizer.clip import LossScaler
 from lightning_zero.optimizer.hooks import OptimizerHooks
 from lightning_zero.optimizer.known import Way, wraps_states
-from lightning_zero.optimizer.pieces import FindPiece, owned, parameter_of
+from lightning_zero.optimizer.pieces import owned, parameter_of
 from lightning_zero.optimizer.staging import FileStep
 from lightning_zero.optimizer.steppers import (
     kept_states,

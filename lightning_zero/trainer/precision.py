@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.engine import Engine
 from lightning_zero.fabric import ShardedPrecision, grads_of
-from lightning_zero.optimizer import LossScaler, clip
+from lightning_zero.optimizer import clip
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -53,30 +50,6 @@ class ZeROPrecision(ShardedPrecision, Precision):
     runner = "Trainer"
     plugins = Precision, HalfPrecision, DoublePrecision, MixedPrecision
 
-    def __init__(
-        self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
-    ) -> None:
-        super().__init__(precision, scaler, device)
-        self._engine: Callable[[], Engine | None] = _nothing
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": _nothing}
-
-    def attach(self, engine: Engine) -> None:
-        """Act on the gradients of ``engine``, without keeping it alive."""
-        self._engine, self.device = weakref.ref(engine), engine.comm.device.type
-
-    @override
-    @contextmanager
-    def val_step_context(self) -> Iterator[None]:
-        """Enter a step of the engine that no backward pass follows."""
-        engine = self._engine()
-        step = nullcontext() if engine is None else engine.step(awaits_backward=False)
-        with step, self.forward_context():
-            yield
-
-    test_step_context = predict_step_context = val_step_context
-
     @override
     def pre_backward(self, tensor: torch.Tensor, module: pl.LightningModule) -> torch.Tensor:  # type: ignore[override]
         if self.scaler is not None:
@@ -98,8 +71,7 @@ class ZeROPrecision(ShardedPrecision, Precision):
         skipped_backward = closure_result is None and model.automatic_optimization
         found_inf = False
         if not skipped_backward:
-            engine = self._sharding
-            found_inf = self.unscaled(optimizer, engine.sharded.piece, engine.comm)
+            found_inf = self.unscaled(optimizer)
         self._after_closure(model, optimizer)
         if skipped_backward:
             return closure_result
@@ -108,25 +80,19 @@ class ZeROPrecision(ShardedPrecision, Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        if nn.utils.clip_grad_norm_ is not nn.utils.clip_grad.clip_grad_norm_:
+        pieces, others, comm = grads_of(optimizer)
+        if comm is None or nn.utils.clip_grad_norm_ is not nn.utils.clip_grad.clip_grad_norm_:
             super().clip_grad_by_norm(optimizer, clip_val)  # patched by the user: whole gradients
         else:
-            pieces, others = grads_of(optimizer, self._sharding.sharded.piece)
-            clip.clip_by_norm(pieces, self._sharding.comm, clip_val, others=others)
+            clip.clip_by_norm(pieces, comm, clip_val, others=others)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        if nn.utils.clip_grad_value_ is not nn.utils.clip_grad.clip_grad_value_:
+        pieces, others, comm = grads_of(optimizer)
+        if comm is None or nn.utils.clip_grad_value_ is not nn.utils.clip_grad.clip_grad_value_:
             super().clip_grad_by_value(optimizer, clip_val)
         else:
-            pieces, others = grads_of(optimizer, self._sharding.sharded.piece)
             clip.clip_by_value(pieces, clip_val, others)
-
-    @property
-    def _sharding(self) -> Engine:
-        engine = self._engine()
-        assert engine is not None, "the strategy attaches it before a step"
-        return engine
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -138,7 +104,3 @@ class ZeROPrecision(ShardedPrecision, Precision):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if (state := checkpoint.get(MixedPrecision.__qualname__)) is not None:
             checkpoint[type(self).__qualname__] = state
-
-
-def _nothing() -> None:
-    """Return nothing."""

@@ -1,6 +1,6 @@
 """The state that a strategy keeps for one call of the Trainer, and what lasts as long.
 
-Those are adapted callbacks, answers to signals, ends of training data, and ``no_sync``.
+Those are adapted callbacks, answers to signals, and ends of training data.
 """
 
 from __future__ import annotations
@@ -8,21 +8,19 @@ from __future__ import annotations
 import functools
 import logging
 import signal
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     Callback,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_zero.comm import Communicator, Control, SyncPoint
@@ -145,18 +143,10 @@ def adapt_callbacks(trainer: pl.Trainer, load_average: Callable[..., Any], *, is
     and its arguments. ``is_cut`` says whether tensor parallelism cuts the module.
 
     Raises:
-        MisconfigurationException: One of them is a ``BatchSizeFinder``.
         ValueError: One averages weights that are cut.
     """
     replaced = Replacements()
     for callback in callbacks_of(trainer):
-        if isinstance(callback, BatchSizeFinder):
-            raise MisconfigurationException(
-                "BatchSizeFinder does not work under ZeRO, as under DDP: a rank that runs out"
-                " of memory would leave the others waiting for it. Remove the callback;"
-                " lightning_zero.estimate(model, batch=...) predicts the memory of a batch of"
-                " any size without running it."
-            )
         if isinstance(callback, _AVERAGING) and is_cut:
             raise ValueError(
                 f"{type(callback).__name__} averages whole weights, which no rank has with"
@@ -313,22 +303,3 @@ class SameLength:
             object.__setattr__(self, name, value)
         else:
             setattr(self._loader, name, value)
-
-
-class NoSync:
-    """``trainer.model.no_sync``: backward passes within its context send no gradients."""
-
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = weakref.ref(strategy)
-
-    def __call__(self) -> AbstractContextManager[None]:
-        """Return the context; outside of a run it does nothing."""
-        strategy = self._strategy()
-        engine = None if strategy is None else strategy.engine
-        return nullcontext() if engine is None else engine.no_sync()
-
-    def __deepcopy__(self, memo: Any) -> NoSync:
-        return self
-
-    def __reduce__(self) -> Any:
-        return nullcontext, ()  # a copy in another process belongs to no run

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -28,23 +26,22 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import (
     are_safetensors,
-    existing,
     load_module_state,
     module_state,
-    require_checkpoint,
 )
-from lightning_zero.comm import StepTimes, Traffic, whole
+from lightning_zero.comm import Control, StepTimes, Traffic, whole
 from lightning_zero.deepspeed import Config
 from lightning_zero.engine import Engine, forget_values
 from lightning_zero.fabric import (
     Checkpoints,
+    ShardedModule,
     Sharding,
     count_once,
     init_device,
     to_device_but_parameters,
     writes_files,
 )
-from lightning_zero.memory import explain, explained_memory, summary
+from lightning_zero.memory import explain, summary
 from lightning_zero.optimizer import follow, stepper_of, wraps_states
 from lightning_zero.parameters import make_distributed
 from lightning_zero.plan import (
@@ -55,9 +52,9 @@ from lightning_zero.plan import (
     refuses_others,
 )
 from lightning_zero.trainer import deepspeed_config, internals
-from lightning_zero.trainer.internals import StoredPath, SubprocessLauncher, unwrapped
+from lightning_zero.trainer.internals import StoredPath, unwrapped
 from lightning_zero.trainer.precision import ZeROPrecision
-from lightning_zero.trainer.run import NoSync, Run, SameLength, Signals, adapt_callbacks, facts_of
+from lightning_zero.trainer.run import Run, SameLength, Signals, adapt_callbacks, facts_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -65,17 +62,12 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class Launcher(SubprocessLauncher):
-    """Starts the other ranks, unless there is no checkpoint to load: each would then fail."""
-
-    @override
-    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
-        is_file = path is not None and not re.search("^(best|last|hpc|registry|.*:.*)$", str(path))
-        starts_ranks = not self.cluster_environment.creates_processes_externally
-        if is_file and starts_ranks:
-            require_checkpoint(existing(Path(str(path))), str(path))
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+def run_in_step(
+    model: ShardedModule, module: pl.LightningModule, name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a step method of a module, such as ``training_step``, within a step of its engine."""
+    awaits_backward = torch.is_grad_enabled() and module.automatic_optimization
+    return model.run(getattr(module, name), awaits_backward, *args, **kwargs)
 
 
 class ZeROStrategy(Sharding, DDPStrategy):
@@ -199,6 +191,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
             timeout=timeout,
             start_method=START_METHODS[launcher],  # type: ignore[arg-type]
         )
+        self._forward_redirection = run_in_step  # type: ignore[assignment]
         self._run: Run | None = None
         self.engine: Engine | None = None
         self.precision_plugin = precision_plugin
@@ -294,10 +287,8 @@ class ZeROStrategy(Sharding, DDPStrategy):
             syncs_buffers=is_fitting,
             facts=facts_of(module.trainer, self.precision_plugin),
         )
-        self.precision_plugin.attach(self.engine)
-        self.model = module
-        for name in self._act_as_wrapper(module):
-            self._current.stand_ins.callback(vars(module).pop, name, None)
+        self.precision_plugin.device = self.root_device.type
+        self.model = ShardedModule(module, self.engine)
 
     @override
     def model_to_device(self) -> None:
@@ -321,24 +312,22 @@ class ZeROStrategy(Sharding, DDPStrategy):
     def _announce(self) -> None:
         """Print the startup summary of a run, unless an earlier run has printed the same."""
         assert self.engine is not None
-        units, steps = self.engine.sharded.describe(), self.engine.steps
-        known, known_steps = self._announced
-        if units != known:
+        units = self.engine.sharded.describe()
+        now = units, self.engine.steps or self._announced[1]
+        if now != self._announced:
             form = "one plain file" if self.settings.checkpoint == "file" else "a DCP directory"
             when = " in the background" if self.settings.async_checkpoint else ""
             rank_zero_info(
                 summary(self.engine, f"{form}, written by all ranks{when}", self.num_processes)
             )
             rank_zero_debug(units)
-        elif steps and steps != known_steps:
-            rank_zero_info("\n".join(steps))
-        self._announced = units, steps or known_steps
+        self._announced = now
 
     # -- the steps -------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         # For copies of a module that holds its Trainer: the copy belongs to no run.
-        none: dict[str, Any] = {"engine": None, "_run": None}
+        none: dict[str, Any] = {"engine": None, "_model": None, "_run": None}
         if self._open_engine is None and self.engine is not None:
             # Each rank has its parts of the states only, and there may be no others to ask.
             none.update(_optimizers=[], lr_scheduler_configs=[])
@@ -356,13 +345,6 @@ class ZeROStrategy(Sharding, DDPStrategy):
         for wrapper in self._lightning_optimizers:
             follow(wrapper, unwrapped(wrapper))
 
-    def _act_as_wrapper(self, module: pl.LightningModule) -> Iterator[str]:
-        """Give the module what DDP's wrapper, ``trainer.model``, has; yield the names."""
-        for name, value in (("module", module), ("no_sync", NoSync(self))):
-            if not hasattr(module, name):
-                vars(module)[name] = value
-                yield name
-
     @property
     def _open_engine(self) -> Engine | None:
         """The engine, unless it is closed."""
@@ -378,20 +360,6 @@ class ZeROStrategy(Sharding, DDPStrategy):
         if self._run is not None and self._run.signals is not None:
             self._run.signals.answer()
 
-    # Where Lightning has a hook within a method of `Strategy`, the hook is overridden, not the
-    # method, which users patch by one that calls the instance's. `ZeROPrecision` has those of
-    # evaluation.
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.engine is not None
-        step = self.engine.step(awaits_backward=self._module.automatic_optimization)
-        with step as watch, explained_memory(self.engine):
-            with self.precision_plugin.train_step_context():
-                output = self._module.training_step(*args, **kwargs)
-            watch(output)
-            return output
-
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         assert self.engine is not None
@@ -399,16 +367,13 @@ class ZeROStrategy(Sharding, DDPStrategy):
             self.engine.broadcast_next()
 
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         assert self.engine is not None
-        with self.engine.no_sync():
-            yield
+        return self.engine.no_sync()
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        control = self._run.comm.control if self._run is not None else None
-        return SameLength.of(dataloader, control, lambda: self._module.trainer.training)
+        return SameLength.of(dataloader, self._control, lambda: self._module.trainer.training)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind; see ``ShardedModel.memory``."""
@@ -437,46 +402,19 @@ class ZeROStrategy(Sharding, DDPStrategy):
             super().setup_distributed()
 
     @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        with self._collective("a barrier"):
-            super().barrier(*args, **kwargs)
-
-    @override
-    def broadcast(self, obj: _T, src: int = 0) -> _T:
-        with self._collective("a broadcast"):
-            return super().broadcast(obj, src)
-
-    @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        with self._collective("a reduction of values"):
-            return self._counted_once(super().reduce, tensor, group, reduce_op)
+        return self._reduced(super().reduce, tensor, group, reduce_op)
 
+    @property
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        with self._collective("a decision"):
-            return super().reduce_boolean_decision(decision, all)
-
-    @override
-    def all_gather(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._collective("an all-gather of values"):
-            return super().all_gather(tensor, *args, **kwargs)
-
-    def _collective(self, place: str) -> AbstractContextManager[Any]:
-        return nullcontext() if self._run is None else self._run.comm.control.watchdog.at(place)
+    def _control(self) -> Control | None:
+        return None if self._run is None else self._run.comm.control
 
     def _leave_ranks(self) -> None:
-        if self._run is not None:
-            self._run.comm.control.watchdog.leave()
+        if self._control is not None:
+            self._control.watchdog.leave()
 
     # -- checkpoints -----------------------------------------------------------------------------
-
-    @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        # What names a checkpoint of a user's `CheckpointIO` need not be a path.
-        if isinstance(self._launcher, SubprocessLauncher) and self._writes_files:
-            assert self.cluster_environment is not None
-            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -670,14 +608,14 @@ class ZeROStrategy(Sharding, DDPStrategy):
             self._run.has_failed = True
             self._run.comm.control.watchdog.end(exception)
         if self._open_engine is not None:
-            explain(exception, self._open_engine)
+            explain(exception)
             self._open_engine.reset()
 
     @override
     def teardown(self) -> None:
         assert self.accelerator is not None
         assert self.cluster_environment is not None
-        run = self._run
+        run, self.model = self._run, self.lightning_module
         # One may raise, for a full disk or dead ranks; the others must still run.
         with ExitStack() as endings:
             for end in reversed(

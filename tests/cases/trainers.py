@@ -213,10 +213,10 @@ widen("Unoptimized")
 
 # -- methods of Lightning's `Strategy` that are patched by ones that call the instance's -----------
 
-COUNTED = ("backward", "validation_step", "test_step", "predict_step")
+COUNTED = ("backward", "training_step", "validation_step", "test_step", "predict_step")
 """Methods that Lightning's hooks leave to it, so a patch is called as often as under DDP."""
 OVERRIDDEN = (
-    "training_step", "lightning_module_state_dict", "save_checkpoint", "remove_checkpoint", "load_checkpoint",
+    "lightning_module_state_dict", "save_checkpoint", "remove_checkpoint", "load_checkpoint",
     "load_model_state_dict", "load_optimizer_state_dict", "optimizer_state", "pre_backward",
 )  # fmt: skip
 """Methods of ours: a patch of Lightning's has no effect, and no recursion."""

@@ -61,7 +61,7 @@ Trainer(strategy="zero3_nvme", devices=1), after import lightning_zero
         ),
         (
             "7B --ranks 1 --offload cpu --device-memory 24GB --host-memory 128GB",
-            "zero3_offload on 1 rank: device: only gathered weights and activations; host: 112 GB of",
+            "zero3_offload on 1 rank: device: only gathered weights and activations; host: 112 GB",
         ),
         (
             "70B --ranks 8 --device-memory 80GB",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.fabric import ZeROStrategy
+from lightning_zero.memory import format_bytes
 from tests.cases.fabric_loops import WIDTH, batch, begun, output, step_with
 from tests.oracle.launch import run_python, run_script
 from tests.oracle.messages import messages
@@ -63,18 +64,22 @@ class _RunsOut(torch.autograd.Function):
         raise torch.OutOfMemoryError("no memory")
 
 
-def out_of_memory() -> list[str]:
+def out_of_memory() -> tuple[list[str], int]:
+    """Also return the bytes of the weights of two modules."""
     fabric = fabric_of("zero3")
     model, _ = begun(fabric)
+    begun(fabric)
     output(fabric, model, 0).backward()  # which Fabric refuses under some strategies
     with pytest.raises(torch.OutOfMemoryError) as error:
         fabric.backward(_RunsOut.apply(output(fabric, model, 0)))
-    return error.value.__notes__
+    held = [engine.sharded.memory() for engine in fabric.strategy.engines]
+    return error.value.__notes__, sum(one["weights"] + one["master"] for one in held)
 
 
 def test_running_out_of_memory_in_backward_says_what_is_held(ranks: Pools) -> None:
-    for (note,) in ranks(1).run(out_of_memory):
-        assert note.startswith("lightning_zero: this rank holds ")
+    for (note,), weights in ranks(1).run(out_of_memory):
+        head = f"lightning_zero: this rank holds {format_bytes(weights)} of weights, "
+        assert note.startswith(head)
 
 
 # -- setup -----------------------------------------------------------------------------------------
@@ -155,8 +160,8 @@ def train(fabric):
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        if os.environ.get("FAILS") and fabric.global_rank and step == 2:
-            raise ValueError("out of luck")
+        if os.environ.get("FAILS") == str(step) and fabric.global_rank:
+            raise ValueError("out of luck")  # after the last step, rank 0 waits in `all_reduce`
     loss = round(fabric.all_reduce(loss.detach()).item(), 4)
     print(f"<loss {loss} of {fabric.world_size}>", flush=True)
     fabric.save("state.ckpt", {"model": model})
@@ -192,12 +197,13 @@ def test_each_launcher_starts_and_ends_the_ranks(
     assert "[c10d]" not in printed.stderr  # nobody asks the store of a process that has exited
 
 
-def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
-    """Under a launcher that ends nobody."""
-    env = {"STRATEGY": "zero3", "FAILS": "1"}
+@pytest.mark.parametrize("last", [2, 3])
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path, last: int) -> None:
+    """Under a launcher that ends nobody; in a step, and in `fabric.all_reduce` after the last."""
+    env = {"STRATEGY": "zero3", "FAILS": str(last)}
     ended = run_script(SCRIPT, launcher="srun", env=env, cwd=tmp_path, check=False)
     assert ended.code != 0
-    assert "RuntimeError: Rank 1 failed in step 3 at" in ended.output  # by rank 0
+    assert f"RuntimeError: Rank 1 failed in step {last + 1} at" in ended.output  # by rank 0
     assert "[c10d]" not in ended.output
 
 

@@ -62,16 +62,18 @@ def _logged(stage: int) -> list[str]:
 
 
 def test_a_run_is_summed_up_once_by_rank_0(ranks: Pools) -> None:
-    """The optimizer, which validation does not have, in a line of its own when fit begins."""
+    """Again when fit begins, as validation has no optimizer, and not when test does."""
     first, second = ranks(2).run(_logged, 3)
     assert second == []
-    summary, optimizer = first
-    head, *rows = summary.splitlines()
+    validated, fitted = (summary.splitlines() for summary in first)
+    head, *rows = validated
     assert head == "ZeRO stage 3 over 2 ranks"
     assert [row[:14] for row in rows] == ["  model       ", "  per rank    ", "  checkpoint  "]
     assert "4 units, 246 parameters; the largest, root, has 84" in rows[0]
     assert "of weights" in rows[1]
-    assert optimizer == "AdamW: element-wise, sharded"
+    assert fitted[:2] == validated[:2]
+    assert "between steps" in fitted[2]
+    assert fitted[3] == "  optimizer   AdamW: element-wise, sharded"
 
 
 class _Plugin(TorchCheckpointIO):
