@@ -23,17 +23,19 @@ import os
 import pickle
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile, ZipInfo
+from zipfile import ZIP_STORED, ZipFile, ZipInfo, is_zipfile
 
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.files import DamageError, provenance
 from lightning_zero.checkpoint.values import ShardedValue
+from lightning_zero.tensors import internals, mapped_storage
 
 ROOT = "archive/"
 """The folder in the zip that holds every record; torch takes it from the first record."""
@@ -41,6 +43,7 @@ ROOT = "archive/"
 _ALIGNMENT = 64  # of records, as in torch.save
 _SECTOR = 512  # of disks, to which large records are aligned
 _LARGE_BYTES = 2**20
+_LEGACY = torch.serialization.MAGIC_NUMBER.to_bytes(10, "little")
 
 
 class _Storage:
@@ -224,3 +227,62 @@ def _power_of_x(exponent: int) -> int:
         square = _times(square, square)
         exponent >>= 1
     return result
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+Share = tuple[int, int] | None
+"""The number of a rank, which verifies a share of a file's storages, and the number of ranks."""
+
+
+def read_archive(place: Path, path: str, share: Share = (0, 1), *, weights_only: bool) -> Any:
+    """Return the content of a file named ``path``, its tensors mapped to memory.
+
+    A ``share`` of its storages and everything else are verified before.
+
+    Raises:
+        DamageError: A record does not match its checksum.
+        ValueError: It is of a later version, or not of ``torch.save``.
+    """
+    if is_zipfile(place):
+        provenance(place)
+        with ZipFile(place) as archive:
+            # Before unpickling: a damaged pickle may ask for any class.
+            for name, reason in damaged_records(archive, share):
+                raise DamageError(
+                    f"{path!r} is damaged: {name!r} does not match its checksum ({reason}). Load"
+                    " another checkpoint or another copy of this one"
+                )
+            infos = archive.infolist()
+            is_mapped = all(info.compress_type == ZIP_STORED for info in infos)
+        with internals.mapping_files_by(mapped_storage):
+            return internals.load_to_host(place, weights_only=weights_only, mmap=is_mapped)
+    # Files by torch before 1.6 are not zip archives; they are read as a whole.
+    with place.open("rb") as file:
+        if _LEGACY not in file.read(64):
+            raise ValueError(f"{path!r} is not a checkpoint, or it is truncated")
+    return internals.load_to_host(place, weights_only=weights_only)
+
+
+def damaged_records(archive: ZipFile, share: Share = (0, 1)) -> Iterator[tuple[str, str]]:
+    """Yield name and reason of damaged records: of all but storages, and of a share of those."""
+    if not has_checksums(archive):
+        return
+    infos = archive.infolist()
+    storages = sorted(
+        (info for info in infos if "/data/" in info.filename), key=lambda info: -info.file_size
+    )
+    others = [info for info in infos if "/data/" not in info.filename]
+    mine = storages[share[0] :: share[1]] if share is not None else []
+    for info in (*others, *mine):
+        try:
+            with archive.open(info) as record:
+                while record.read(2**20):
+                    pass
+        except Exception as error:  # a damaged archive can fail in any way
+            yield info.filename.partition("/")[2], str(error)
+
+
+def has_checksums(archive: ZipFile) -> bool:
+    """Return whether the writer stored checksums, which torch can be told to omit."""
+    return any(info.CRC for info in archive.infolist())

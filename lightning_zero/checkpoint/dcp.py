@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
+from lightning_zero.checkpoint.archive import read_archive
 from lightning_zero.checkpoint.files import (
     PROVENANCE,
     REST,
@@ -47,6 +48,7 @@ from lightning_zero.checkpoint.files import (
     Reading,
     mapped,
     places_of,
+    provenance,
 )
 from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.values import ShardedValue
@@ -89,39 +91,27 @@ class DirectorySave(Save):
         entries, rest = _entries_of(checkpoint, self._parameters)
         first: dict[int, str] = {}
         for path, given in entries.items():
-            name = ".".join(map(str, path))
             value = given.settled() if isinstance(given, ShardedValue) else given
-            kept: dict[str, Any] = self.values if isinstance(value, ShardedValue) else self.others
-            if kept is self.others:
-                if is_wrapper(value):
-                    raise ValueError(
-                        f"{name!r} is of the class {type(value).__name__}, whose tensors wrap"
-                        " others. checkpoint='dcp' cannot store it. Use checkpoint='file'"
-                    )
-                _require_unsharded(value)
-                if self.control.rank:  # everything unsharded is taken from rank 0
-                    continue
-            if name in self._paths:
-                raise ValueError(f"two entries of the checkpoint would be named {name!r}")
-            self._paths[name] = path
-            if isinstance(value, Tensor) and id(value) in first:
-                self._aliases[name] = first[id(value)]
-            else:
-                kept[name] = value
-                first[id(value)] = name
-            if path[0] == WEIGHTS[0]:
+            roots = WEIGHTS if path[0] == WEIGHTS[0] else path[:1]
+            for root in roots:
+                name = ".".join(map(str, (root, *path[1:])))
+                if name in self._paths:
+                    raise ValueError(f"two entries of the checkpoint would be named {name!r}")
                 # One path for both names, so that programs that read all read a weight once.
-                also = ".".join(map(str, (WEIGHTS[1], *path[1:])))
-                self._aliases[also] = self._aliases.get(name, name)
-                self._paths[name] = self._paths[also] = (WEIGHTS[1], *path[1:])
-        _require_unsharded(rest)
+                self._paths[name] = (roots[-1], *path[1:])
+                if (other := first.setdefault(id(value), name)) != name:
+                    self._aliases[name] = other
+                elif isinstance(value, ShardedValue):
+                    self.values[name] = value
+                else:
+                    _require_storable(name, value)
+                    self.others[name] = value
+        if self.control.rank:  # everything unsharded is taken from rank 0
+            self.others = {}
+        _require_storable("", rest)
         self._rest = io.BytesIO()
         if self.control.rank == 0:
             torch.save(rest, self._rest)
-
-    @override
-    def _layout(self) -> None:
-        return None
 
     @override
     def _write(self, layout: None, place: Path, *, all_see: bool) -> None:
@@ -170,11 +160,14 @@ class DirectorySave(Save):
         writer.finish(table, [results])
 
 
-def _require_unsharded(value: Any) -> None:
-    """Raise a ``ValueError`` if an object holds a sharded tensor."""
-    if isinstance(value, Tensor | str | int | float):
-        return
-    for tensor in tensors_in(value):
+def _require_storable(name: str, value: Any) -> None:
+    """Raise a ``ValueError`` if an object holds a sharded tensor, or a tensor is made of others."""
+    if is_wrapper(value):
+        raise ValueError(
+            f"{name!r} is of the class {type(value).__name__}, whose tensors wrap others."
+            " checkpoint='dcp' cannot store it. Use checkpoint='file'"
+        )
+    for tensor in () if isinstance(value, Tensor | str | int | float) else tensors_in(value):
         if isinstance(tensor, ShardedValue):
             raise ValueError(
                 f"the sharded tensor {tensor.key!r} is inside an object, where checkpoint='dcp'"
@@ -204,15 +197,11 @@ def _entries_of(
 
 def _leaves(value: Any, path: Keys) -> Iterator[tuple[Keys, Any]]:
     """Yield the leaves of nested dictionaries; one that loading could not rebuild is a leaf."""
-    if _is_table(value) and value:
+    if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for key, item in value.items():
             yield from _leaves(item, (*path, key))
     else:
         yield path, value
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 def _optimizer_entries(
@@ -254,7 +243,14 @@ class Directory:
 
     @classmethod
     def open(cls, path: Path) -> Directory:
-        """Read the table; raise a ``ValueError`` unless it is consistent."""
+        """Read the table.
+
+        Raises:
+            FileNotFoundError: A part is missing of what this package wrote.
+            ValueError: The table is not consistent, or of a later version.
+        """
+        if provenance(path) is not None and not (path / REST).is_file():
+            raise FileNotFoundError(f"the file {REST!r} of {str(path)!r} is missing")
         table = _Table((path / TABLE).read_bytes()).load()
         if not isinstance(table, metadata.Metadata) or not isinstance(table.storage_data, Mapping):
             raise ValueError("its table has an unknown form, perhaps of another kind of storage")
@@ -270,6 +266,12 @@ class Directory:
                         f" expected {entry.size.numel()}"
                     )
         return cls(path, table)
+
+    def rest(self, *, weights_only: bool = True) -> Any:
+        """Return everything but tensors; ``{}`` if no Lightning strategy wrote it."""
+        file = self.path / REST
+        found = file.is_file()
+        return read_archive(file, str(file), weights_only=weights_only) if found else {}
 
     @property
     def names(self) -> dict[Keys, str]:
@@ -371,13 +373,14 @@ class _LoadPlanner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = found
 
 
-def checkpoint_of(
-    directory: Directory, rest: Any, reading: Reading, *, only_weights: bool
-) -> dict[str, Any]:
+def read_directory(place: Path, reading: Reading, *, only_weights: bool) -> dict[str, Any]:
     """Return a Trainer's checkpoint as a plain file would hold it; a collective.
 
     But optimizer states have the names of parameters as ids, if the directory has them.
     """
+    with reading.together():
+        directory = Directory.open(place)
+        rest = directory.rest(weights_only=reading.weights_only)
     root = directory.weights_root
 
     def is_wanted(path: Keys) -> bool:

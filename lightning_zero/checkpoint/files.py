@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,7 +29,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_zero.comm import Control, Outcome
+from lightning_zero.comm import Control, agreed
 from lightning_zero.tensors import PAGE, StagingMemory, mapped_storage
 
 TABLE = ".metadata"
@@ -60,6 +61,30 @@ class Provenance:
     def encoded(self) -> bytes:
         """Return the content of the record."""
         return json.dumps(asdict(self)).encode()
+
+
+def provenance(place: Path) -> dict[str, Any] | None:
+    """Return the record of a file's or directory's origin, if this package wrote it.
+
+    Raises:
+        ValueError: A later version did.
+    """
+    content = None
+    if place.is_dir():
+        content = file.read_bytes() if (file := place / PROVENANCE).is_file() else None
+    elif zipfile.is_zipfile(place):
+        with zipfile.ZipFile(place) as archive:
+            names = [name for name in archive.namelist() if name.endswith(f"/{PROVENANCE}")]
+            content = archive.read(names[0]) if names else None
+    record = None if content is None else json.loads(content)
+    if not isinstance(record, dict):
+        return None
+    if int(record.get("format", 0)) > FORMAT:
+        raise ValueError(
+            f"{str(place)!r} has format {record['format']} of a later lightning-zero, but this"
+            f" version reads only formats up to {FORMAT}. Update the package"
+        )
+    return record
 
 
 # -- temporary and final names ---------------------------------------------------------------------
@@ -283,10 +308,6 @@ def mapped(path: Path, places: list[Place], *, is_shared: bool = False) -> list[
     return found
 
 
-class LaterFormat(ValueError):
-    """A checkpoint has a format that only later versions of this package can read."""
-
-
 class DamageError(ValueError):
     """A record of a file does not match its checksum."""
 
@@ -302,30 +323,8 @@ class Reading:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Enter a context that all ranks leave with an error, which names the file, if any does."""
-        outcome = Outcome()
-        with outcome.attempt(), naming(self.path):
+        with agreed(self.control, "Loading"), naming(self.path):
             yield
-        try:
-            outcome.agree(self.control, f"Loading {self.path!r}")
-            return
-        except Exception as error:
-            own = outcome.error
-            if own is None or not str(error).endswith(f" failed: {own}"):
-                raise
-        # All ranks have failed alike, so this rank's own error says it, with one traceback.
-        raise own from own.__cause__
-
-    def compare(self, mine: str) -> None:
-        """Raise a ``ValueError`` on all ranks unless all describe what they read alike."""
-        found: dict[str, list[str]] = {}
-        for rank, (its_path, its) in enumerate(self.control.gather_objects((self.path, mine))):
-            found.setdefault(its, []).append(f"rank {rank} ({its_path!r})")
-        if len(found) > 1:
-            several = "; ".join(f"{', '.join(ranks)}: {its}" for its, ranks in found.items())
-            raise ValueError(
-                f"Loading {self.path!r} failed: the ranks see different checkpoints. {several}."
-                " Copy one of them to every host, or load from a disk that all ranks share."
-            )
 
     @contextlib.contextmanager
     def host_file(self, nbytes: int = 0) -> Iterator[tuple[Path, int, int]]:
@@ -388,25 +387,19 @@ def naming(path: str) -> Iterator[None]:
     """Enter a context in which any error that damage can cause becomes one that names the file."""
     try:
         yield
-    except pickle.UnpicklingError as error:
-        raise ValueError(_refusal(path, error)) from error
-    except (FileNotFoundError, PermissionError, MemoryError, LaterFormat, DamageError):
+    except (FileNotFoundError, PermissionError, MemoryError, DamageError):
         raise
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = str(error) or type(error).__name__
         if repr(path) in reason:
             raise
-        raise ValueError(f"{path!r} is damaged or not a checkpoint: {reason}") from error
-
-
-def _refusal(path: str, error: Exception) -> str:
-    reason = str(error)
-    if "GLOBAL" in reason or "weights_only" in reason.lower():
-        kind = reason.split("Unsupported global: ")[-1] if "Unsupported global" in reason else ""
-        what = kind.split(" was not")[0].strip() if kind else "objects of other classes"
-        return (
-            f"{path!r} holds more than tensors and plain values: {what}. If you trust its"
-            " source, pass weights_only=False (--trust to `lightning-zero convert`), or allow the"
-            " class with torch.serialization.add_safe_globals"
-        )
-    return f"{path!r} is damaged or not a checkpoint: {reason.splitlines()[0]}"
+        said = f"is damaged or not a checkpoint: {reason.splitlines()[0]}"
+        if isinstance(error, pickle.UnpicklingError) and re.search("GLOBAL|weights_only", reason):
+            found = re.search(r"GLOBAL \S+", reason)
+            said = (
+                "holds more than tensors and plain values:"
+                f" {found[0] if found else 'objects of other classes'}. If you trust its source,"
+                " pass weights_only=False (--trust to `lightning-zero convert`), or allow the class"
+                " with torch.serialization.add_safe_globals"
+            )
+        raise ValueError(f"{path!r} {said}") from error

@@ -8,39 +8,28 @@ the checksums of the file's records, each rank a share of them, and agree on the
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.dcp import Directory, checkpoint_of, is_directory
-from lightning_zero.checkpoint.files import (
-    FORMAT,
-    PROVENANCE,
-    REST,
-    DamageError,
-    LaterFormat,
-    Reading,
-    naming,
-)
+from lightning_zero.checkpoint.archive import damaged_records, has_checksums, read_archive
+from lightning_zero.checkpoint.dcp import Directory, is_directory, read_directory
+from lightning_zero.checkpoint.files import REST, Reading, naming
 from lightning_zero.checkpoint.safetensors import read_safetensors
 from lightning_zero.checkpoint.state_dicts import load_module_state
 from lightning_zero.comm import Control
-from lightning_zero.engine import engines_of
-from lightning_zero.tensors import internals, mapped_storage, uncollected
+from lightning_zero.engine import differences, engines_of
+from lightning_zero.tensors import uncollected
 
 EXPECTED = (
     "a .ckpt or .pt file, a safetensors file or folder, or a directory of"
     " torch.distributed.checkpoint"
 )
-_ARCHIVE = b"PK\3\4"
-_LEGACY = torch.serialization.MAGIC_NUMBER.to_bytes(10, "little")
 _INDEX_BYTES = 2**16  # hashed to identify a file, at its beginning and at its end
 
 
@@ -66,19 +55,23 @@ def load(
     reading = Reading(path, control, weights_only)
     with reading.at_hand() as place:
         if is_directory(place):
-            with reading.together():
-                directory, rest = _open_directory(place, weights_only=weights_only)
-            value: Any = checkpoint_of(directory, rest, reading, only_weights=only_weights)
+            value: Any = read_directory(place, reading, only_weights=only_weights)
         else:
             with reading.together():
                 if are_safetensors(place) and place.exists():
                     value = {"state_dict": read_safetensors(place)}
                 else:
+                    require_checkpoint(place, path)
                     share = control.rank, control.world_size
-                    value = _read(place, path, share, weights_only=weights_only)
+                    value = read_archive(place, path, share, weights_only=weights_only)
         held = value if isinstance(value, dict) else {}
         moment = f"epoch {held.get('epoch')}, step {held.get('global_step')}"
-        reading.compare(f"{moment}, {_identity(place)}")
+        identities = control.gather_objects([f"{moment}, {_identity(place)}"])
+    if found := differences(identities):
+        raise ValueError(
+            f"Loading {path!r} failed: the ranks see different checkpoints. {'; '.join(found)}."
+            " Copy one of them to every host, or load from a disk that all ranks share."
+        )
     return value
 
 
@@ -151,58 +144,11 @@ def are_safetensors(place: Path) -> bool:
     return place.suffix == ".safetensors" or (place.is_dir() and any(place.glob("*.safetensors")))
 
 
-def _open_directory(place: Path, *, weights_only: bool) -> tuple[Directory, Any]:
-    """Return a directory, and what it holds besides tensors."""
-    provenance(place)
-    if (place / PROVENANCE).is_file() and not (place / REST).is_file():
-        raise FileNotFoundError(f"the file {REST!r} of {str(place)!r} is missing")
-    return Directory.open(place), rest_of(place, weights_only=weights_only)
-
-
-def rest_of(place: Path, *, weights_only: bool = True) -> Any:
-    """Return what a directory holds besides tensors; ``{}`` if no Trainer wrote it."""
-    rest = place / REST
-    return _read(rest, str(rest), weights_only=weights_only) if rest.is_file() else {}
-
-
-# -- one file --------------------------------------------------------------------------------------
-
-
 def read_file(path: Path) -> Any:
     """Return a file's content; its tensors are not verified."""
+    require_checkpoint(path, str(path))
     with naming(str(path)):
-        return _read(path, str(path), None, weights_only=True)
-
-
-Share = tuple[int, int] | None
-"""The number of a rank, which verifies a share of a file's storages, and the number of ranks."""
-
-
-def _read(place: Path, path: str, share: Share = (0, 1), *, weights_only: bool) -> Any:
-    """Return a file's content after verifying a ``share`` of its storages, and all else."""
-    require_checkpoint(place, path)
-    if zipfile.is_zipfile(place):
-        provenance(place)
-        with zipfile.ZipFile(place) as archive:
-            # Before unpickling: a damaged pickle may ask for any class.
-            for name, reason in _damaged_records(archive, share):
-                raise DamageError(
-                    f"{path!r} is damaged: {name!r} does not match its checksum ({reason}). Load"
-                    " another checkpoint or another copy of this one"
-                )
-            infos = archive.infolist()
-            is_mapped = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
-        with internals.mapping_files_by(mapped_storage):
-            return internals.load_to_host(place, weights_only=weights_only, mmap=is_mapped)
-    # Files by torch before 1.6 are not zip archives; they are read as a whole.
-    begin = _begin_of(place, 64)
-    if begin.startswith(_ARCHIVE):
-        raise ValueError(f"{path!r} is damaged or not a checkpoint: it is truncated")
-    if _LEGACY not in begin:
-        raise ValueError(
-            f"{path!r} is not a checkpoint: it does not start like a file written by torch.save"
-        )
-    return internals.load_to_host(place, weights_only=weights_only)
+        return read_archive(path, str(path), None, weights_only=True)
 
 
 def require_checkpoint(place: Path, path: str) -> None:
@@ -239,74 +185,21 @@ def damage(place: Path) -> list[str]:
     if is_directory(place):
         rest = [(f"{REST}: ", place / REST)] if (place / REST).is_file() else []
         archives = itertools.chain(rest, Directory.open(place).archives())
-    found, has_checksums = [], False
+    found, is_verified = [], False
     for label, source in archives:
         if not zipfile.is_zipfile(source):
             if label:
                 found.append(f"{label}it is damaged: not an archive of torch.save")
             continue
         with zipfile.ZipFile(source) as archive:
-            has_checksums |= _has_checksums(archive)
-            damaged = _damaged_records(archive)
+            is_verified |= has_checksums(archive)
+            damaged = damaged_records(archive)
             found += [f"{label}{name} is damaged: {reason}" for name, reason in damaged]
-    if not has_checksums and not found:
+    if not is_verified and not found:
         raise ValueError(
             f"{str(place)!r} has no checksums: not of torch.save, or left out by its writer."
         )
     return found
-
-
-def _damaged_records(archive: zipfile.ZipFile, share: Share = (0, 1)) -> Iterator[tuple[str, str]]:
-    """Yield name and reason of damaged records: of all but storages, and of a share of those."""
-    if not _has_checksums(archive):
-        return
-    infos = archive.infolist()
-    storages = sorted(
-        (info for info in infos if "/data/" in info.filename), key=lambda info: -info.file_size
-    )
-    others = [info for info in infos if "/data/" not in info.filename]
-    mine = storages[share[0] :: share[1]] if share is not None else []
-    for info in (*others, *mine):
-        try:
-            with archive.open(info) as record:
-                while record.read(2**20):
-                    pass
-        except Exception as error:  # a damaged archive can fail in any way
-            yield info.filename.partition("/")[2], str(error)
-
-
-def _has_checksums(archive: zipfile.ZipFile) -> bool:
-    """Return whether the writer stored checksums, which torch can be told to omit."""
-    return any(info.CRC for info in archive.infolist())
-
-
-def provenance(place: Path) -> dict[str, Any] | None:
-    """Return the record of a file's or directory's origin, if this package wrote it.
-
-    Raises:
-        LaterFormat: A later version did.
-    """
-    content = None
-    if place.is_dir():
-        content = file.read_bytes() if (file := place / PROVENANCE).is_file() else None
-    elif zipfile.is_zipfile(place):
-        with zipfile.ZipFile(place) as archive:
-            names = [name for name in archive.namelist() if name.endswith(f"/{PROVENANCE}")]
-            content = archive.read(names[0]) if names else None
-    record = None if content is None else json.loads(content)
-    if not isinstance(record, dict):
-        return None
-    if int(record.get("format", 0)) > FORMAT:
-        raise LaterFormat(
-            f"{str(place)!r} has format {record['format']} of a later lightning-zero, but this"
-            f" version reads only formats up to {FORMAT}. Update the package"
-        )
-    return record
-
-
-def _begin_of(place: Path, nbytes: int) -> bytes:
-    with place.open("rb") as file:
-        return file.read(nbytes)
 
 
 def _identity(place: Path) -> str:

@@ -87,25 +87,20 @@ def _index_of(folder: Path) -> Path:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
+    nbytes = path.stat().st_size
     try:
-        header, start = _header(path)
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(_MOST_HEADER_BYTES, nbytes - 8):
+                raise ValueError(f"its header would be {length} bytes long")
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is not a JSON object")
         header.pop("__metadata__", None)
-        nbytes = path.stat().st_size
-        places = [_place(name, entry, start, nbytes) for name, entry in header.items()]
+        places = [_place(name, entry, 8 + length, nbytes) for name, entry in header.items()]
         return dict(zip(header, mapped(path, places), strict=True))
     except (ValueError, KeyError, TypeError, struct.error) as error:
         raise ValueError(f"{str(path)!r} is damaged or not a safetensors file: {error}") from error
-
-
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        if length > min(_MOST_HEADER_BYTES, path.stat().st_size - 8):
-            raise ValueError(f"its header would be {length} bytes long")
-        header = json.loads(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object")
-    return header, 8 + length
 
 
 def _place(name: str, entry: Mapping[str, Any], first: int, nbytes: int) -> Place:

@@ -129,9 +129,9 @@ class Save(ABC):
     def _take(self, checkpoint: Any) -> None:
         """Take a checkpoint apart: set ``values`` and ``others``, which stay where they are."""
 
-    @abstractmethod
     def _layout(self) -> Any:
         """Return what every rank needs to know to write its parts; called on rank 0."""
+        return None
 
     @abstractmethod
     def _write(self, layout: Any, place: Path, *, all_see: bool) -> None:
@@ -167,8 +167,7 @@ class FileSave(Save):
         self._records = [*tensors.values(), *(storages[n] for n in range(len(storages)))]
         names = [*texts, *(f"data/{n}" for n in range(len(storages)))]
         sizes = [
-            one.whole_nbytes if isinstance(one, ShardedValue) else one.numel()
-            for one in self._records
+            r.whole_nbytes if isinstance(r, ShardedValue) else r.numel() for r in self._records
         ]
         self._archive = Archive.of(zip(names, sizes, strict=True))
         first, places = len(texts), self._archive.places

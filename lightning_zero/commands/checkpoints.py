@@ -27,7 +27,6 @@ from lightning_zero.checkpoint import (
     read_file,
     read_safetensors,
     read_weights,
-    rest_of,
     with_integer_ids,
     write_safetensors,
 )
@@ -137,7 +136,8 @@ def describe(path: Path) -> Iterator[str]:
     rows: list[tuple[str, Any, tuple[int, ...], int, Any]] = []  # with bytes and identity
     value: Any = {}
     if is_directory(path):
-        value, directory = rest_of(path), Directory.open(path)
+        directory = Directory.open(path)
+        value = directory.rest()
         for where, name in directory.names.items():
             if name in directory.kinds:
                 dtype, shape = directory.kinds[name]

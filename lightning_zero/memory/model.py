@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_zero.comm import pretended_mesh
 from lightning_zero.memory.dry_run import Event, Microbatch, Step, copy_with
 from lightning_zero.memory.states import Optimizers, OptimizerStates, optimizers_for
-from lightning_zero.memory.walk import KINDS, RESTING, Snapshot, StateOf, UnitTerms, Walk, in_use
+from lightning_zero.memory.walk import KINDS, RESTING, Snapshot, StateOf, UnitTerms, Walk, in_order
 from lightning_zero.parameters import make_local
 from lightning_zero.plan import (
     RECIPES,
@@ -247,13 +247,11 @@ class ModelPlan:
         if self.has_units and not stage:
             still["unreduced"] = rests["gradients"]  # in the buckets that are sent
         snapshots, most = [], Counter[str]()
-        if self.has_activations:
-            events = self.events(is_cast=stage > 0)
+        if self.has_activations or (self.has_units and stage):
+            is_cast = stage > 0
+            events = self.events(is_cast=is_cast) if self.has_activations else in_order(units)
             walk = Walk(events, units, still, settings, keeps_whole=keeps_whole, adds=adds)
             snapshots, most = walk.parts, walk.most
-        elif self.has_units and stage:
-            used = in_use(units, settings, keeps_whole=keeps_whole)
-            snapshots = [Snapshot("", "use", {**still, **used})]
         if self.has_units and stage and (stepped := self._states.stepped(own, num_shards)):
             snapshots.append(Snapshot("", "step", {**still, "gathered": stepped}))
         snapshots.append(Snapshot("", "rest", still))

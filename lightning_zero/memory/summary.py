@@ -12,7 +12,7 @@ import torch
 from lightning_zero.engine import Engine, open_engines
 from lightning_zero.memory.report import format_bytes
 from lightning_zero.memory.states import OptimizerStates
-from lightning_zero.memory.walk import UnitTerms, in_use
+from lightning_zero.memory.walk import KINDS, UnitTerms, Walk, in_order
 from lightning_zero.plan import whole_tensors
 from lightning_zero.tensors import bytes_held, without_draws
 
@@ -65,7 +65,9 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     }
     at_rest = rests.total() - sum(away.values())
     what = "between steps" if engine.sharded.optimizers else "of weights"
-    peak = format_bytes(at_rest + sum(in_use(units, engine.sharded.settings).values()))
+    still = {kind: rests[kind] for kind in KINDS}
+    walk = Walk(in_order(units), units, still, engine.sharded.settings)
+    peak = format_bytes(max(part.total for part in walk.parts))
     found = f"{format_bytes(at_rest)} {what}, peak {peak} + {missing}"
     held = engine.sharded.memory()
     on_host = sum(held.values()) if device.type == "cpu" else 0

@@ -101,31 +101,22 @@ class UnitTerms:
         return terms
 
 
-def in_use(
-    units: Sequence[UnitTerms], settings: Settings, *, keeps_whole: bool = False
-) -> dict[str, int]:
-    """Return the most bytes of whole weights and gradients if units run in order of registration.
-
-    The root's are there all the time, and gradients of two units; with ``keeps_whole`` of all.
-    """
+def in_order(units: Sequence[UnitTerms]) -> list[Event]:
+    """Return the events of a step that runs units as they are registered, without activations."""
     *inner, root = units
-    at_once = max(2, 1 + settings.prefetch) if settings.reshard_after_forward else len(units)
-    windows = [inner[first : first + at_once] for first in range(len(inner))]
-    following = [*inner[1:], UnitTerms("")][: len(inner)]
-    pairs = [
-        # What leaves the device does so beside what arrived before it.
-        one.partial + other.in_flight + 2 * other.leaving
-        for one, other in zip(inner, following, strict=True)
-    ]
-    return {
-        "gathered": root.gathered + max((sum(u.gathered for u in w) for w in windows), default=0),
-        "unreduced": sum(unit.partial for unit in units)
-        if keeps_whole
-        else root.partial + max(pairs, default=0),
-    }
+    events = [Event(kind, u.name) for u in inner for kind in (Kind.FORWARD, Kind.FORWARD_END)]
+    events += [Event(Kind.LOSS), *(Event(Kind.GRAD, name) for name in root.trainable)]
+    last = ""
+    for unit in reversed(inner):
+        events.append(Event(Kind.BACKWARD, unit.name))
+        # The gradients of the last unit's inputs are those of this one's outputs.
+        events += [Event(Kind.BACKWARD_END, last)] if last else []
+        events += [Event(Kind.GRAD, name) for name in unit.trainable]
+        last = unit.name
+    return [*events, Event(Kind.END)]
 
 
-_LABELS = {"rest": "at rest", "step": "in the optimizer's step", "use": "in forward or backward"}
+_LABELS = {"rest": "at rest", "step": "in the optimizer's step"}
 
 
 @dataclass
@@ -134,8 +125,8 @@ class Snapshot:
 
     Attributes:
         unit: The unit that runs; the root's is ``""``.
-        phase: ``"forward"`` and ``"backward"``, or ``"use"`` without a batch; ``"rest"``; and
-            ``"step"`` if the optimizer's step takes memory for whole parameters.
+        phase: ``"forward"``, ``"backward"`` and ``"rest"``, and ``"step"`` if the optimizer's step
+            takes memory for whole parameters.
         kinds: Bytes by kind, at the instant of the largest total.
     """
 
@@ -177,8 +168,8 @@ class Walk:
         still: Mapping[str, int],
         settings: Settings,
         *,
-        keeps_whole: bool,
-        adds: bool,
+        keeps_whole: bool = False,
+        adds: bool = False,
     ) -> None:
         self.parts, self.most = [Snapshot("", "forward", {})], Counter[str]()
         self._units = {unit.name: unit for unit in units}

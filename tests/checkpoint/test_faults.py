@@ -533,7 +533,7 @@ class Wider(Model):
 
 BAD: dict[str, tuple[str | tuple[str | None, str | None], str]] = {
     "none": ("none.ckpt", r"FileNotFoundError: .*none.ckpt"),
-    "cut": ("cut.ckpt", r"cut.ckpt' is damaged or not a checkpoint"),
+    "cut": ("cut.ckpt", r"cut.ckpt' is not a checkpoint, or it is truncated"),
     "bare": ("bare.ckpt", r"bare.ckpt' is not a Trainer checkpoint"),
     "weights": ("weights.ckpt", r"contains only the model"),
     "list": ("list.ckpt", r"list.ckpt' is not a Trainer checkpoint: its 'state_dict' is a list"),
