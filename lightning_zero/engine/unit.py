@@ -157,9 +157,9 @@ class Weights:
 
     def __init__(self, label: str, flats: Sequence[FlatParameters], first_tag: int) -> None:
         self.label = label
-        self.residency = Residency.WHOLE
-        self.has_masters = self.is_pinned = self.stays_shown = False
         self.reshards = any(flat.plan.reshards for flat in flats)
+        self.residency = Residency.RELEASED if self.reshards else Residency.WHOLE
+        self.has_masters = self.is_pinned = self.stays_shown = False
         self.is_cast = any(flat.plan.is_cast for flat in flats)
         self.needs_ranks = self.reshards or self.is_cast
         self._flats = flats

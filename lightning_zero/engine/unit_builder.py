@@ -66,8 +66,7 @@ def build_units(
             own = [group.named for group in spec.flat_parameters]
             initializer.fill(holders[id(p)] for named in own for _, p in named)
             made = [FlatParameters(named, next(stores), owner) for named in own]
-            yield (unit := Unit(spec.name, spec.module, made, index))
-            unit.weights.reshard()
+            yield Unit(spec.name, spec.module, made, index)
             # Initializers of later units may read these weights, at stage 3 from peers.
             comm.fence(SyncPoint.SETUP)
 

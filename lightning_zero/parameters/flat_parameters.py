@@ -199,8 +199,8 @@ class FlatParameters:
         self.trainable = self.parameters[0].requires_grad
         self.store, self.layout, self.plan = store, store.layout, store.plan
         self.weight = self.store.weights()
-        self._load()
         with lasting_tensors():
+            self._load()
             self.pieces = self._cut()
         self.gradients = FlatGradients(self.pieces, self.store)
         self.owner = owner
@@ -217,7 +217,10 @@ class FlatParameters:
         self.masters: Masters | None = None
         self.pending: Tensor | None = None
         self.is_recorded = False
-        self.point_at_weights()
+        if self.plan.reshards:
+            self.rest()
+        else:
+            self.point_at_weights()
 
     def _made_placeholders(self) -> list[Tensor]:
         """Return tensors of the parameters' shapes that show one element."""
@@ -240,24 +243,30 @@ class FlatParameters:
     # -- weights ---------------------------------------------------------------------------------
 
     def _load(self) -> None:
-        """Fill weights and master from rank 0's parameters; peers may read only after a fence."""
+        """Fill masters, and weights that stay whole, with the first rank's parameters.
+
+        Each element is copied once where this rank holds all masters. Peers may read them only
+        after a fence.
+        """
         comm, plan = self.store.comm, self.plan
-        with lasting_tensors():
-            source = self.weight
-            if plan.has_master:
-                source = self.store.whole_masters()
+        whole = self.store.whole_masters(at_rest=True)
+        if comm.mesh.data.rank == 0:
             for start, stop in self.layout.gaps:
-                source.tensor[start:stop].zero_()
-            internals.copy_each(source.views, [*self.parameters])
-            comm.broadcast(source.tensor)
-            comm.broadcast_copies(
-                source.tensor[slot.offset : slot.stop]
-                for parameter, slot in zip(self.parameters, self.layout.slots, strict=True)
-                if cut_of(parameter) is None
-            )
-            self.take_over(source)
-            if source is not self.weight or plan.is_cast:
-                self.weight.tensor.copy_(self.store.as_weights(source.tensor))
+                whole.tensor[start:stop].zero_()
+            for view, parameter in zip(whole.views, self.parameters, strict=True):
+                view.copy_(parameter)
+        comm.broadcast(whole.tensor)
+        comm.broadcast_copies(
+            whole.tensor[slot.offset : slot.stop]
+            for parameter, slot in zip(self.parameters, self.layout.slots, strict=True)
+            if cut_of(parameter) is None
+        )
+        if not self.store.rests_in(whole):
+            self.take_over(whole)
+        if plan.reshards:
+            self.weight.release()
+        elif plan.has_master:
+            self.weight.tensor.copy_(self.store.as_weights(whole.tensor))
 
     def _cut(self) -> list[Piece]:
         """Return this rank's pieces of the parameters."""
@@ -313,7 +322,9 @@ class FlatParameters:
             self.weight.release()
 
     def whole_masters(self) -> Buffer:
-        """Gather the whole masters to a new buffer, in the parameters' dtype, and return it."""
+        """Return a buffer of the whole masters, gathered unless this rank holds all of them."""
+        if self.store.comm.control.world_size == 1 and self.pending is None:
+            return self.store.whole_masters(at_rest=True)
         whole, work = self.gather_masters("full", 0)
         work.wait()
         return whole

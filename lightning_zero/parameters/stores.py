@@ -199,9 +199,19 @@ class Store:
         home = self.plan.weight
         return Buffer(self.layout, home.dtype, home.device, self._whole)
 
-    def whole_masters(self) -> Buffer:
-        """Return a new buffer for whole masters, on the device where weights are whole."""
-        return Buffer(self.layout, self.plan.master.dtype, self.plan.weight.device)
+    def whole_masters(self, *, at_rest: bool = False) -> Buffer:
+        """Return a new buffer for whole masters, on the device where weights are whole.
+
+        With ``at_rest`` it is the memory where they rest, if this rank holds all of them.
+        """
+        resting = None
+        if at_rest:
+            resting = self.master if self.comm.control.world_size == 1 else self._whole
+        return Buffer(self.layout, self.plan.master.dtype, self.plan.weight.device, resting)
+
+    def rests_in(self, whole: Buffer) -> bool:
+        """Return whether the masters rest in a buffer of whole masters."""
+        return internals.storage_key(whole.tensor) == internals.storage_key(self.master)
 
     def assemble(self, parts: Sequence[tuple[slice, Tensor]]) -> Buffer:
         """Return a new buffer, assembled from ranges of each rank's shard and their content.
@@ -265,10 +275,11 @@ class Store:
 
     def retire(self) -> None:
         """Keep nothing but this rank's masters, in memory of their own."""
+        own, is_read = self.master, self.masters.of_ranks is not None
         is_away = self.plan.master.medium is not Medium.DEVICE
-        own = self.master
+        is_part = is_read or own.untyped_storage().nbytes() > own.nbytes
         self._whole = None
-        self._rest(Shards(own if is_away else own.clone()))
+        self._rest(Shards(own.clone() if is_part and not is_away else own))
 
 
 class HostStore(Store):
