@@ -191,7 +191,10 @@ class _Saved:
         self.source, self.version = weakref.ref(tensor.untyped_storage()), tensor._version
         self.call = call
         self._copies, self._device = copies, tensor.device
-        self._on_host, self._landing = copies.storage_down(tensor, call)
+        content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        content.set_(tensor.untyped_storage())
+        self._on_host = copies.passing_memory(content.numel(), torch.uint8)
+        self._landing = copies.down(self._on_host, content, group=call)
         self._fetched: tuple[Tensor, Work] | None = None
         self._is_awaited = False
         call.saved.add(self)

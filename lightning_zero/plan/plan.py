@@ -1,23 +1,8 @@
 """The meaning of a stage, a precision and an accumulation policy, as data.
 
-Each kind of state has a **home**, where it rests between uses: a placement, a dtype and a device.
-Three homes are a **plan**. A stage is a row of :data:`PLACEMENTS` (Rajbhandari et al., *ZeRO:
-Memory Optimizations Toward Training Trillion Parameter Models*, section 5):
-
-    =====  ==========  ========  =======
-    stage  weight      grad      master
-    =====  ==========  ========  =======
-    1      replicated  partial   sharded
-    2      replicated  sharded   sharded
-    3      sharded     sharded   sharded
-    =====  ==========  ========  =======
-
-All that differs between the stages follows from them: whole weights are released after use if the
-weight's home is sharded, and gradients are reduced in every microbatch if the grad's home is
-sharded (otherwise in the last one).
-
-A home's **medium** is what holds its bytes. **Offload** moves homes from the device to another
-medium: the memory of its host, or files that the host maps.
+Each kind of state has a **home**, where it rests between uses: a dtype, a device and a **medium**,
+which is what holds its bytes. Three homes, and what a stage shards, are a **plan**. **Offload**
+moves homes from the device to another medium: the memory of its host, or files that the host maps.
 """
 
 from __future__ import annotations
@@ -27,26 +12,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 
-class Placement(Enum):
-    """How a buffer is distributed over the ranks."""
+class Stage(NamedTuple):
+    """What a stage shards besides masters and optimizer states.
 
-    REPLICATED = "replicated"
-    """Every rank holds all of it."""
-    PARTIAL = "partial"
-    """Every rank holds a summand of the whole."""
-    SHARDED = "sharded"
-    """Every rank holds its own equal part."""
+    Sharded weights are released after use. Sharded gradients are reduced in every microbatch,
+    others in the last one.
+    """
+
+    weights: bool
+    gradients: bool
 
 
-PLACEMENTS = {
-    1: (Placement.REPLICATED, Placement.PARTIAL, Placement.SHARDED),
-    2: (Placement.REPLICATED, Placement.SHARDED, Placement.SHARDED),
-    3: (Placement.SHARDED, Placement.SHARDED, Placement.SHARDED),
-}
+STAGES = {1: Stage(False, False), 2: Stage(False, True), 3: Stage(True, True)}
+"""Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*,
+section 5."""
 
 
 class Medium(Enum):
@@ -70,7 +54,6 @@ class Home:
     ``device`` is the device of its tensors. Weights that rest elsewhere become whole there.
     """
 
-    placement: Placement
     dtype: torch.dtype
     device: torch.device
     medium: Medium = Medium.DEVICE
@@ -101,7 +84,9 @@ RECIPES = {
 class Plan:
     """The three homes of the parameters that share a dtype.
 
-    How whole weights come from masters:
+    ``reshards`` is whether whole weights are released after use, ``reduces_every_microbatch``
+    whether gradients are reduced in every microbatch, not only in the last. Whole weights come from
+    masters in one of four ways:
 
     ================== ============= ===================== =========================================
     has_master         reshards      is_cast               whole weights
@@ -125,20 +110,12 @@ class Plan:
     weight: Home
     grad: Home
     master: Home
+    reshards: bool
+    reduces_every_microbatch: bool
     states: Medium = Medium.DEVICE
     gather_bits: int | None = None
     reduce_bits: int | None = None
     stochastic_rounding: bool = False
-
-    @cached_property
-    def reshards(self) -> bool:
-        """Return whether whole weights are released after use."""
-        return self.weight.placement is Placement.SHARDED
-
-    @cached_property
-    def reduces_every_microbatch(self) -> bool:
-        """Return whether gradients are reduced in every microbatch, not only in the last."""
-        return self.grad.placement is Placement.SHARDED
 
     @cached_property
     def has_master(self) -> bool:
@@ -198,8 +175,8 @@ class Plan:
         """Return a rank's bytes between steps, by kind, for a padded buffer of ``numel`` elements.
 
         A sharded weight needs no copy beside its master on the same medium: it is cast as it is
-        gathered, except from an accelerator's host. Gradients are counted as reduced; a ``PARTIAL``
-        home holds ``numel`` elements of ``grad.dtype`` between microbatches instead.
+        gathered, except from an accelerator's host. Gradients are counted as reduced; where
+        that is only in the last microbatch, ``numel`` elements of ``grad.dtype`` rest before it.
         """
         shard = numel // world_size
         weight = shard if self.reshards else numel

@@ -13,15 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from lightning_zero.plan.plan import (
-    PLACEMENTS,
-    RECIPES,
-    Home,
-    Offload,
-    Placement,
-    Plan,
-    Recipe,
-)
+from lightning_zero.plan.plan import RECIPES, STAGES, Home, Offload, Plan, Recipe
 
 _SENDS_LESS = "use reduce_bits=8 or reduce_dtype='bfloat16' to send less"
 CURES = {
@@ -117,7 +109,7 @@ def strategy_arguments(name: str) -> dict[str, Any]:
 _CHOICES: dict[str, Collection[Any]] = {
     "launcher": START_METHODS,
     "checkpoint": ("file", "dcp"),
-    "stage": PLACEMENTS,
+    "stage": STAGES,
     "cast_weights": ("autocast", "all", "none"),
     "gather_bits": (8, None),
     "reduce_bits": (8, None),
@@ -323,16 +315,15 @@ class Settings:
 
     def plan(self, dtype: torch.dtype, *, is_cast: bool = True, trainable: bool = True) -> Plan:
         """Return the plan for parameters of ``dtype``; ``is_cast`` lets the recipe cast fp32."""
-        weight, grad, master = PLACEMENTS[self.stage]
-        if self.accumulate is not None:
-            grad = Placement.PARTIAL if self.accumulate == "local" else Placement.SHARDED
         recipe = self.recipe if is_cast and dtype is torch.float32 else Recipe()
         is_floating = dtype.is_floating_point
         reduce_dtype = self.reduce_dtype if is_floating else None
         plan = Plan(
-            Home(weight, recipe.weight or dtype, self.device),
-            Home(grad, reduce_dtype or recipe.reduce or dtype, self.device),
-            Home(master, dtype, self.device),
+            Home(recipe.weight or dtype, self.device),
+            Home(reduce_dtype or recipe.reduce or dtype, self.device),
+            Home(dtype, self.device),
+            STAGES[self.stage].weights,
+            {None: STAGES[self.stage].gradients, "reduce": True, "local": False}[self.accumulate],
         )
         if self.offload is not None:
             plan = self.offload.of(plan, trainable=trainable)

@@ -15,7 +15,7 @@ unit around it; parameters that no unit took belong to the root, which is whole 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -47,15 +47,12 @@ def find_units(
         return dict(_automatic(root, min_num_params))
     if isinstance(policy, str):
         raise ValueError(f"Expected units='auto', classes or a callable, got units={policy!r}.")
-    modules = [(name, module) for name, module in _callable_modules(root) if name]
     if callable(policy) and not isinstance(policy, type):
-        return {name: module for name, module in modules if policy(unwrap_compiled(module))}
+        return _called_modules(root, policy)
     classes = (policy,) if isinstance(policy, type) else tuple(policy)
     if not all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
         raise TypeError(f"Expected units to be module classes, got units={policy!r}.")
-    found = {
-        name: module for name, module in modules if isinstance(unwrap_compiled(module), classes)
-    }
+    found = _called_modules(root, lambda module: isinstance(module, classes))
     if not found:
         names = ", ".join(cls.__name__ for cls in classes)
         raise ValueError(f"units={names} matches no module of {type(root).__name__}.")
@@ -69,14 +66,18 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
     return inner
 
 
-def _callable_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the called modules that have parameters, a compiled one in place of its inner one."""
+def _called_modules(
+    root: nn.Module, is_wanted: Callable[[nn.Module], bool]
+) -> dict[str, nn.Module]:
+    """Return the wanted modules with parameters that are called; of a compiled one, the outer."""
     compiled = {id(m._orig_mod) for m in root.modules() if isinstance(m, OptimizedModule)}
     sizes = _sizes(root)
-    for name, module in root.named_modules():
-        is_called = not isinstance(module, _NOT_CALLED) and id(module) not in compiled
-        if is_called and sizes[module]:
-            yield name, module
+    return {
+        name: module
+        for name, module in root.named_modules()
+        if name and sizes[module] and id(module) not in compiled
+        if not isinstance(module, _NOT_CALLED) and is_wanted(unwrap_compiled(module))
+    }
 
 
 def _automatic(root: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
@@ -110,19 +111,8 @@ def _automatic(root: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
 
 def _sizes(root: nn.Module) -> dict[nn.Module, int]:
     """Return the elements of the parameters in each module, in which each counts once."""
-    held: dict[nn.Module, dict[int, int]] = {}
-
-    def hold(module: nn.Module) -> dict[int, int]:
-        if module not in held:
-            found = module._parameters.values()
-            own = [p for p in found if p is not None and not is_lazy(p) and not stays_whole(p)]
-            held[module] = {id(parameter): parameter.numel() for parameter in own}
-            for child in module.children():
-                held[module].update(hold(child))
-        return held[module]
-
-    hold(root)
-    return {module: sum(numels.values()) for module, numels in held.items()}
+    numels = {p: 0 if is_lazy(p) or stays_whole(p) else p.numel() for p in root.parameters()}
+    return {module: sum(numels[p] for p in module.parameters()) for module in root.modules()}
 
 
 def assign_parameters(
@@ -132,20 +122,17 @@ def assign_parameters(
 
     A parameter that several units use belongs to their lowest common ancestor.
     """
-    unit_names = {id(module): name for name, module in units.items()}
+    unit_names = {id(module): (name,) for name, module in units.items()}
     uses: dict[int, tuple[str, Parameter, list[tuple[str, ...]]]] = {}
-
-    def walk(module: nn.Module, path: str, chain: tuple[str, ...]) -> None:
-        if id(module) in unit_names:
-            chain = (*chain, unit_names[id(module)])
+    # The units around each module, once for each of its names.
+    around: dict[str, tuple[str, ...]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        parent = around[path.rpartition(".")[0]] if path else ("",)
+        around[path] = chain = parent + unit_names.get(id(module), ())
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                uses.setdefault(id(parameter), (path + name, parameter, []))[2].append(chain)
-        for name, child in module._modules.items():
-            if child is not None:
-                walk(child, f"{path}{name}.", chain)
-
-    walk(root, "", ("",))
+                name = f"{path}.{name}" if path else name
+                uses.setdefault(id(parameter), (name, parameter, []))[2].append(chain)
     assigned: dict[str, list[tuple[str, Parameter]]] = {name: [] for name in ["", *units]}
     for name, parameter, chains in uses.values():
         check_parameter(name, parameter)

@@ -445,16 +445,6 @@ class HostCopies:
                 self._drop_old()
         return landing
 
-    def storage_down(self, tensor: Tensor, group: object) -> tuple[Tensor, Landing]:
-        """Start to copy a tensor's whole storage to temporary host memory.
-
-        Returns its bytes there, and the copy, as for :meth:`down`.
-        """
-        content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        content.set_(tensor.untyped_storage())
-        memory = self.passing_memory(content.numel(), torch.uint8)
-        return memory, self.down(memory, content, group=group)
-
     def release_sources(self, group: object = None) -> None:
         """Drop what copies to the host read; computation waits for these copies first.
 
