@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.engine import ActivationOffload, Engine
 from lightning_zero.optimizer import clip
-from lightning_zero.plan import Offload, Settings
+from lightning_zero.plan import RECIPES, Offload, Settings
 from lightning_zero.tensors import HostCopies
 from tests.oracle.device import beside_the_host
 from tests.oracle.ranks import Pools
@@ -142,6 +142,16 @@ def compare(folder: str) -> None:
 
 def test_numbers_are_those_without_offload(ranks: Pools, tmp_path: Any) -> None:
     ranks(2).run(compare, str(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_set_up_and_its_end_copy_each_weight_once(precision: str) -> None:
+    with beside_the_host() as device:
+        settings = {"offload": Offload("cpu", "cpu"), "recipe": RECIPES[precision]}
+        module, engine, _ = linears(stage=3, **settings)
+        assert device.crossed == {"down": sum(p.nbytes for p in module.parameters())}
+        engine.close()
+        assert set(device.crossed) == {"down"}
 
 
 # ---------------------------------------------------------------------------- masters under way
