@@ -249,6 +249,8 @@ class FlatParameters:
         after a fence.
         """
         comm, plan = self.store.comm, self.plan
+        if plan.reshards:
+            self.weight.release()
         whole = self.store.whole_masters(at_rest=True)
         if comm.mesh.data.rank == 0:
             for start, stop in self.layout.gaps:
@@ -263,9 +265,7 @@ class FlatParameters:
         )
         if not self.store.rests_in(whole):
             self.take_over(whole)
-        if plan.reshards:
-            self.weight.release()
-        elif plan.has_master:
+        if plan.has_master and not plan.reshards:
             self.weight.tensor.copy_(self.store.as_weights(whole.tensor))
 
     def _cut(self) -> list[Piece]:
