@@ -2,9 +2,8 @@
 
 plan              the homes of weights, gradients and masters; the table of stages; offload
 settings          the user's settings of a run, validated, and the strategies that have names
-units             the search for a model's units, with their parameters, casts and plans
+units             the search for units, with their parameters and plans; what mixed precision casts
 cuts              how tensor parallelism cuts a parameter
-casts             which parameters forward may read in half precision
 layout            the place of every parameter in its flat buffer, and every rank's part
 """
 
