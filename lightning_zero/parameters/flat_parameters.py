@@ -263,8 +263,7 @@ class FlatParameters:
             for parameter, slot in zip(self.parameters, self.layout.slots, strict=True)
             if cut_of(parameter) is None
         )
-        if not self.store.rests_in(whole):
-            self.take_over(whole)
+        self.take_over(whole)
         if plan.has_master and not plan.reshards:
             self.weight.tensor.copy_(self.store.as_weights(whole.tensor))
 
@@ -479,7 +478,9 @@ class FlatParameters:
     @torch.no_grad()
     def take_over(self, whole: Buffer) -> None:
         """Take this rank's part of ``whole`` as the new master; within write access."""
-        self.master.copy_(self.store.own(whole.tensor))
+        own = self.store.own(whole.tensor)
+        if own.data_ptr() != self.master.data_ptr():  # not where they rest
+            self.master.copy_(own)
 
     @property
     def may_be_stepped(self) -> bool:

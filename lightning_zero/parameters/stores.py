@@ -209,10 +209,6 @@ class Store:
             resting = self.master if self.comm.control.world_size == 1 else self._whole
         return Buffer(self.layout, self.plan.master.dtype, self.plan.weight.device, resting)
 
-    def rests_in(self, whole: Buffer) -> bool:
-        """Return whether the masters rest in a buffer of whole masters."""
-        return internals.storage_key(whole.tensor) == internals.storage_key(self.master)
-
     def assemble(self, parts: Sequence[tuple[slice, Tensor]]) -> Buffer:
         """Return a new buffer, assembled from ranges of each rank's shard and their content.
 
