@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,21 +29,18 @@ from torch.optim import Optimizer
 from lightning_zero import ZeROPrecision, ZeROStrategy, estimate, fabric, gathered, join
 from lightning_zero.comm import Communicator
 from lightning_zero.plan import CURES
+from tests.cases import FILES, user
 from tests.cases.optimizers import Wrapped, made
 from tests.cases.tensor_parallel import SIZES
 from tests.cases.tensor_parallel import cut as cut_in_fabric
 from tests.oracle.eight_bits import quantize
 from tests.oracle.models import GPT, Block
-from tests.oracle.projects import WIDTH, Regression, make_trainer, rows, wired
+from tests.oracle.projects import WIDTH, ByHand, Regression, make_trainer, rows, wired
 from tests.oracle.ranks import Pools
 
-
-def strategy(*args: Any, **settings: Any) -> Callable[[], Any]:
-    return lambda: ZeROStrategy(*args, **settings)
-
-
-def in_fabric(**settings: Any) -> Callable[[], Any]:
-    return lambda: fabric.ZeROStrategy(**settings)
+strategy = partial(partial, ZeROStrategy)
+in_fabric = partial(partial, fabric.ZeROStrategy)
+estimated = partial(partial, estimate, world_size=4)
 
 
 def fit(
@@ -62,25 +60,21 @@ def fit(
     return run
 
 
+Odd: Any = type("Odd", (Precision,), {})
 OfTorchao: Any = type("AdamW8bit", (Wrapped,), {"__module__": "torchao.optim.subclass"})
 
 
-def but(
-    change: Callable[[Any], Any] = lambda m: None, **hooks: Callable[[Any], Any]
-) -> Callable[[], Any]:
-    """A module that is changed, at once or in hooks."""
+def but(change: Any = lambda m: None, **hooks: Callable[[Any], Any]) -> Callable[[], Any]:
+    """A class of module that is changed, at once or in hooks."""
 
-    def make() -> Any:
-        change(module := Regression())
-        for name, hook in hooks.items():
+    def hook(use: Callable[[Any], Any]) -> Callable[..., None]:
+        def call(m: Any, *_: Any) -> None:
+            use(m)
 
-            def call(*_: Any, hook: Callable[[Any], Any] = hook) -> None:
-                hook(module)
+        return call
 
-            setattr(module, name, call)
-        return module
-
-    return make
+    calls = {name: hook(use) for name, use in hooks.items()}
+    return user(Regression, change, **calls)  # type: ignore[no-any-return]
 
 
 def empty(module: Any) -> None:
@@ -98,12 +92,11 @@ def convert_in_step(module: Any) -> None:
     module.net.to(torch.bfloat16)
 
 
-class Twice(Regression):
-    def configure_optimizers(self) -> Any:
-        groups = [{"params": list(self.parameters())}, {"params": list(self.head.parameters())}]
-        optimizer = torch.optim.SGD(groups[:1], lr=0.1)
-        optimizer.param_groups.append({**optimizer.param_groups[0], **groups[1]})
-        return optimizer
+def twice(module: Any) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    head = {"params": list(module.head.parameters())}
+    optimizer.param_groups.append({**optimizer.param_groups[0], **head})
+    return optimizer
 
 
 class Hoarder(torch.optim.SGD):
@@ -112,10 +105,6 @@ class Hoarder(torch.optim.SGD):
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
         self.aside = [one.data for one in self.param_groups[0]["params"]]
-
-
-class Odd(Precision):
-    """A plugin that ZeRO knows nothing of."""
 
 
 class ChangedByItself(Block):
@@ -130,12 +119,6 @@ class ChangedByItself(Block):
 def changes_itself(module: Any) -> None:
     module.lr, module.optimizer = 0.01, torch.optim.SGD
     module.net.blocks[1] = ChangedByItself(WIDTH)
-
-
-def in_half_precision(stage: int) -> Callable[[], Any]:
-    return fit(
-        but(changes_itself), stage=stage, units={Block, ChangedByItself}, precision="bf16-mixed"
-    )
 
 
 class Initializing(nn.Module):
@@ -217,6 +200,14 @@ def go_backward_in_join(module: Any) -> None:
         module(torch.ones(2, WIDTH)).sum().backward()
 
 
+def step_unsent(m: Any, batch: Any, batch_idx: int) -> None:
+    """Forgets to send what it steps with."""
+    optimizer: Any = m.optimizers()
+    with optimizer.toggle_model(sync_grad=False):
+        m.manual_backward(m(batch[0]).sum())
+    optimizer.step()
+
+
 def hook_late(module: Any) -> None:
     Optimizer.register_step_pre_hook(module.trainer.optimizers[0], lambda *_: None)
 
@@ -238,10 +229,6 @@ def cut(module: Any, size: int = 2, **more: Any) -> Callable[[], Any]:
     )
 
 
-def estimated(*args: Any, **options: Any) -> Callable[[], Any]:
-    return lambda: estimate(*args, world_size=4, **options)
-
-
 def shards(*sizes: int) -> Callable[[], Any]:
     """A run in which each rank asks for copies of so many ranks."""
     return lambda: fit(shard=sizes[dist.get_rank() % len(sizes)])()
@@ -255,10 +242,6 @@ def of_rank_1(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def freeze_a_child() -> None:
     with wired("point to point"):
         fit(but(on_train_batch_start=of_rank_1(lambda m: m.head.requires_grad_(False))))()
-
-
-def train_the_body(module: Any) -> None:
-    module.optimizer = lambda _, lr: torch.optim.SGD(module.net.parameters(), lr)
 
 
 def add_group(module: Any) -> None:
@@ -313,10 +296,6 @@ def left_sharded(use: Callable[[Any], Any]) -> Callable[[], Any]:
     return run
 
 
-def of_weight(use: Callable[[Any], Any]) -> Callable[[], Any]:
-    return left_sharded(lambda m: use(m.net.blocks[0].linear.weight))
-
-
 def load_ones(module: Any) -> None:
     module.load_state_dict({name: torch.ones(p.shape) for name, p in module.named_parameters()})
 
@@ -326,10 +305,8 @@ def backward_late(part: Callable[[Any], Any], stage: int) -> Callable[[], Any]:
 
     def run() -> None:
         kept: list[Any] = []
-        fit(
-            but(on_train_end=lambda m: kept.extend([m, part(m)(torch.ones(2, WIDTH)).sum()])),
-            stage=stage,
-        )()
+        keep = lambda m: kept.extend([m, part(m)(torch.ones(2, WIDTH)).sum()])  # noqa: E731
+        fit(but(on_train_end=keep), stage=stage)()
         module, loss = kept
         module(torch.ones(2, WIDTH)).sum().backward()
         assert all(parameter.grad is not None for parameter in module.parameters())
@@ -346,24 +323,30 @@ def set_up_with_an_optimizer_of_old_parameters() -> None:
     loop.setup(net, torch.optim.AdamW(net.parameters()))
 
 
-AWAY = {
-    "offload_optimizer": "nvme",
-    "offload_weights": "nvme",
-    "offload_path": tempfile.gettempdir(),
-}
+AWAY = {**FILES, "offload_path": tempfile.gettempdir()}
 
 
 class Plugin(TorchCheckpointIO):
-    """A writer of the user's own."""
+    """A writer of the user's own, which cannot save."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        raise OSError("this plugin is broken")
 
 
-def saves_a_directory(path: str, plugin: Any = None) -> Callable[[], Any]:
+def saves(path: str, **settings: Any) -> Callable[[], Any]:
     def run() -> None:
-        trainer = make_trainer(ZeROStrategy(3, checkpoint="dcp", checkpoint_io=plugin))
+        trainer = make_trainer(ZeROStrategy(3, **settings))
         trainer.fit(Regression(), rows(4))
         trainer.save_checkpoint(path)
 
     return run
+
+
+# A hook changes weights in use amid a save.
+CHANGED = user(
+    on_save_checkpoint=lambda m, file: file["state_dict"]["head.bias"].mul_(2),
+    on_train_epoch_end=lambda m: m.trainer.save_checkpoint("never.ckpt"),
+)
 
 
 V, T, R, E = ValueError, TypeError, RuntimeError, Exception
@@ -400,7 +383,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "rounded and away": (strategy(stochastic_rounding=True, offload_optimizer="nvme", offload_weights="nvme"), V, "offload steps parameters where they rest. Remove one"),
     "estimate, bits": (estimated(Regression, ZeROStrategy(2, gather_bits=8)), V, "gather_bits=8 has no effect"),
     # Modules and optimizers.
-    "empty": (fit(but(empty), units="auto"), V, "Regression has no parameters, so there is nothing to shard"),
+    "empty": (fit(but(empty), units="auto"), V, "User has no parameters, so there is nothing to shard"),
     "lazy": (fit(but(lambda m: setattr(m, "head", nn.LazyLinear(6)))), V, "'head.weight' is lazily initialized and has no shape yet"),
     "sparse": (fit(but(lambda m: setattr(m.head, "weight", nn.Parameter(torch.eye(WIDTH).to_sparse())))), V, "'head.weight' is not a dense tensor"),
     "unfilled": (fit(but(unfilled)), V, r"no `reset_parameters\(\)`"),
@@ -411,15 +394,15 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "eight bits, unfrozen": (fit(but(lambda m: quantize(m.head), on_train_batch_start=lambda m: m.head.weight.requires_grad_(True))), V, "'head.weight' is of class EightBits, .* Freeze it"),
     "wrapped states": (fit(made(lambda m: OfTorchao(m.parameters())), checkpoint="dcp"), V, "AdamW8bit keeps states in tensors that wrap others"),
     "own states": (fit(made(lambda m: Lookahead(torch.optim.AdamW(m.parameters()))), checkpoint="dcp"), V, r"Lookahead.state_dict\(\) has its own format"),
-    "directory, plugin": (saves_a_directory("a", Plugin()), V, "cannot be combined with Plugin"),
-    "directory, URL": (saves_a_directory("memory://a"), V, "needs a disk that all ranks share, not a URL"),
+    "directory, plugin": (saves("a", checkpoint="dcp", checkpoint_io=Plugin()), V, "cannot be combined with Plugin"),
+    "directory, URL": (saves("memory://a", checkpoint="dcp"), V, "needs a disk that all ranks share, not a URL"),
     "hoarder": (fit(lambda: Regression(optimizer=Hoarder)), V, "Hoarder keeps views of parameters outside of"),
-    "twice": (fit(Twice), V, r"'?head.weight'? appears in more than one param group of SGD"),
+    "twice": (fit(made(twice)), V, r"'?head.weight'? appears in more than one param group of SGD"),
     "recomputed": (fit(activation_checkpointing={nn.LSTM}), V, "activation_checkpointing=LSTM.* no such module"),
     "activations": (fit(activation_offload=True), V, "needs a device other than the host"),
     "units": (fit(units={nn.LSTM}), V, "units=LSTM matches no module of Regression"),
     "units by name": (fit(units="all"), V, "Expected units='auto', classes or a callable, got units='all'"),
-    **{f"changed in half precision, stage {n}": (in_half_precision(n), R, r"'net.blocks.1.linear.weight' .*cast_weights='none'") for n in (1, 3)},
+    **{f"changed in half precision, stage {n}": (fit(but(changes_itself), stage=n, units={Block, ChangedByItself}, precision="bf16-mixed"), R, r"'net.blocks.1.linear.weight' .*cast_weights='none'") for n in (1, 3)},
     # Uses.
     "parametrized": (fit(but(on_train_batch_start=lambda m: nn.utils.parametrizations.weight_norm(m.head))), R, r"Parametrize the module .* before `fit`"),
     "made parameters": (fit(but(on_train_batch_start=lambda m: nn.Parameter(m.head.weight))), R, r"Parametrize the module .* before `fit`"),
@@ -431,7 +414,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     **{f"assigned {name} {number}": (assigns(name, data), R, r"cannot be assigned .* 'head.weight', of") for name in ("grad", "data") for number, data in enumerate((lambda m: torch.zeros(WIDTH), lambda m: torch.zeros(WIDTH, WIDTH, dtype=torch.float64)))},
     "a gradient of another": (assigns("grad", lambda m: m.net.stem.weight.grad), R, "'net.stem.weight' was assigned to parameter 'head.weight"),
     "a gradient's storage": (fit(but(on_before_optimizer_step=lambda m: m.head.weight.grad.untyped_storage().data_ptr())), R, "storage"),
-    **{f"left sharded, {number}": (of_weight(use), R, r"'net.blocks.0.linear.weight' .*was left sharded when training ended.*restore_weights=True") for number, use in enumerate((torch.sum, nn.init.ones_, lambda w: setattr(w, "data", torch.ones(WIDTH, WIDTH)), lambda w: w.detach().copy_(torch.ones(WIDTH, WIDTH))))},
+    **{f"left sharded, {number}": (left_sharded(lambda m, use=use: use(m.net.blocks[0].linear.weight)), R, r"'net.blocks.0.linear.weight' .*was left sharded when training ended.*restore_weights=True") for number, use in enumerate((torch.sum, nn.init.ones_, lambda w: setattr(w, "data", torch.ones(WIDTH, WIDTH)), lambda w: w.detach().copy_(torch.ones(WIDTH, WIDTH))))},
     **{f"left sharded, {name}": (left_sharded(use), R, "was left sharded when training ended.*restore_weights=True") for name, use in (("loaded", load_ones), ("trained", lambda m: make_trainer(3).fit(m, rows())))},
     **{f"a late backward, stage {n}, {name}": (backward_late(part, n), R, "ran before the module's training ended.*Run the forward again") for n in (2, 3) for name, part in (("whole", lambda m: m), ("a child of the root", lambda m: m.head))},
     "batch size": (fit(callbacks=[BatchSizeFinder]), E, "not supported with distributed"),
@@ -450,8 +433,11 @@ OF_TWO: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "parameters that were replaced": (set_up_with_an_optimizer_of_old_parameters, V, "AdamW has parameters of no module that was set up. Create it after"),
     "all states of one rank": (asks(lambda o: o.state_dict(), optimizer=torch.optim.Adafactor), E, "the whole states of an optimizer of Adafactor"),
     "a state of one rank": (asks(lambda o: o.state[o.param_groups[0]["params"][0]]), E, "the whole states of an optimizer of Adam"),
+    "a plugin that fails": (saves("a.ckpt", checkpoint_io=Plugin()), OSError, "a.ckpt' failed: on rank 0: this plugin is broken"),
+    **{f"weights in use are saved changed, {kind}": (fit(CHANGED, checkpoint=kind), R, "'head.bias' .* was changed in place") for kind in ("file", "dcp")},
+    **{f"unsent gradients, stage {n}": (fit(user(ByHand, training_step=step_unsent), stage=n, accumulate="local"), R, r"'net.stem.weight' is .* own.*no_backward_sync.*sync_grad=True") for n in (1, 3)},
     "another rate": (fit(but(on_train_batch_start=of_rank_1(lambda m: m.trainer.optimizers[0].param_groups[0].update(lr=0.025)))), R, "rank 1: Group 0 of optimizer 0: lr 0.025"),
-    "another group": (fit(but(train_the_body, on_train_batch_start=add_group)), R, "rank 1: Group 1 of optimizer 0: lr 0.5"),
+    "another group": (fit(but(lambda m: setattr(m, "optimizer", lambda _, lr: torch.optim.SGD(m.net.parameters(), lr)), on_train_batch_start=add_group)), R, "rank 1: Group 1 of optimizer 0: lr 0.5"),
     **{f"frozen alone, {name}": (fit(but(on_train_batch_start=of_rank_1(lambda m, part=part: part(m).requires_grad_(False)))), R, f"rank 1: Parameter '{name}': frozen") for name, part in (("head.bias", lambda m: m.head.bias), ("net.blocks.1.norm.weight", lambda m: m.net.blocks[1]))},
     "frozen alone, a child": (freeze_a_child, R, "rank 1: Parameter 'head.weight': frozen"),
     "gloo on a device": (lambda: Communicator(torch.device("cuda", 0)), V, r"type 'cuda'.*'gloo'.*process_group_backend='nccl'"),

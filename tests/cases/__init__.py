@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tests.oracle.projects import Noted, Regression
+from tests.oracle.projects import Noted
+
+STATES, WEIGHTS = {"offload_optimizer": "nvme"}, {"offload_weights": "nvme"}
+FILES = {**STATES, **WEIGHTS}
+SAVED: dict[str, Any] = {"max_epochs": 2, "save_at": 1}
 
 
-def user(base: type[Regression] = Noted, **members: Any) -> Any:
-    """Return a class of module that adds these attributes and methods to `base`."""
-    return type("User", (base,), members)
+def user(base: Any = Noted, build: Callable[[Any], Any] | None = None, **members: Any) -> Any:
+    """Return a class of module that adds these attributes and methods to `base`.
+
+    `build` gives each module its parts, under the same seed.
+    """
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **kwargs)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            build(self)
+
+    return type("User", (base,), {"__init__": init, **members} if build else members)
 
 
 def scheduled(optimizer: Any, gamma: float = 0.9, interval: str = "step") -> Any:

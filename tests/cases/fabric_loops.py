@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.fabric import ZeROStrategy
+from tests.cases import FILES, STATES
 from tests.cases.optimizers import Normalized
-from tests.oracle.models import Block, Blocks
+from tests.oracle.models import Block, Blocks, Of
 from tests.oracle.play import Player, case
 from tests.oracle.projects import Trace
 
@@ -46,16 +47,9 @@ def trace(losses: list[Any], *modules: nn.Module) -> Trace:
     return Trace(params, losses=losses)
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
-
-
-def blocks() -> nn.Module:
-    return Blocks(2, WIDTH)
+adamw = partial(torch.optim.AdamW, lr=0.01)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+blocks = partial(Blocks, 2, WIDTH)
 
 
 def begun(fabric: Fabric, optimizer: Any = adamw, make: Callable[[], Any] = blocks) -> Any:
@@ -147,17 +141,14 @@ def own_backward(fabric: Fabric) -> Trace:
     for step in range(4):
 
         def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
             fabric.backward(loss := output(fabric, model, step))
             return loss
 
-        if step % 2:
-            losses.append(float(optimizer.step(closure)))
-        else:
+        if step % 2 == 0:
             output(fabric, model, step).backward()
-            optimizer.step()
+        losses.append(optimizer.step(closure if step % 2 else None))
         optimizer.zero_grad()
-    return trace(losses, model)
+    return trace([None if loss is None else float(loss) for loss in losses], model)
 
 
 class Lit(LightningModule):
@@ -165,8 +156,7 @@ class Lit(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = Blocks(2, WIDTH)
-        self.scale = nn.Parameter(torch.ones(1))
+        self.net, self.scale = blocks(), nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.zeros(1))
 
     def training_step(self, x: Tensor, target: Tensor) -> Tensor:
@@ -218,15 +208,10 @@ for loop, how in LOOPS.items():
     case("fabric", name=f"fabric_{loop.__name__}", loop=run, **{"ulps": 8, **how})
 
 
-class Branches(nn.Module):
+def branches() -> nn.Module:
     """Two units, of which each call uses one or both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
-
-    def forward(self, x: Tensor, which: str) -> Tensor:
-        return sum((self.blocks[int(one)](x).sum() for one in which), torch.zeros(()))
+    run = lambda m, x, which: sum(m.blocks[int(one)](x).sum() for one in which)  # noqa: E731
+    return Of(run, blocks=[nn.Linear(WIDTH, WIDTH) for _ in range(2)])
 
 
 # Microbatches by the blocks that they use; those with a minus are not sent.
@@ -238,7 +223,7 @@ ORDERS = ("-0 01", "-01 1", "-0 -1 1", "01 01", "01 -0 1", "-01 zero 1", "-0 -0"
 )
 def copies_come_together_whatever_each_microbatch_uses(play: Player) -> Trace:
     """DDP leaves what the last microbatch does not use as it is; here the average is plain."""
-    fabric, model, grads = play.fabric(units={nn.Linear}), seeded(Branches), []
+    fabric, model, grads = play.fabric(units={nn.Linear}), seeded(branches), []
     model = model if play.is_ddp else fabric.setup_module(model)
     for order in ORDERS:
         model.zero_grad()
@@ -299,11 +284,10 @@ def together(optimizer_class: Any, play: Player) -> Trace:
     return made
 
 
-AWAY = {"offload_optimizer": "nvme"}
 for name, optimizer, how in (
     ("AdamW", torch.optim.AdamW, {}),
     ("Normalized", Normalized, {}),
-    ("in_files", torch.optim.AdamW, {"stages": (2, 3), "settings": (AWAY, {**AWAY, "offload_weights": "nvme"})}),
+    ("in_files", torch.optim.AdamW, {"stages": (2, 3), "settings": (STATES, FILES)}),
 ):  # fmt: skip
     case("fabric", name=f"fabric_together_{name}", loop=partial(together, optimizer), ulps=64, **how)  # fmt: skip
 
@@ -312,9 +296,10 @@ for name, optimizer, how in (
 def overflowing(play: Player) -> Trace:
     """A scale so large that the first steps are skipped, on all ranks alike."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=3)
-    ours = ZeROStrategy(play.way.strategy, units={Block}) if not play.is_ddp else None
-    plugin, strategy = MixedPrecision("16-mixed", "cpu", scaler), ours or play.way.strategy
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[plugin])
+    strategy: Any = play.way.strategy
+    strategy = strategy if play.is_ddp else ZeROStrategy(strategy, units={Block})
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=plugins)
     fabric.launch()
     model, optimizer = begun(fabric, partial(torch.optim.SGD, lr=0.1))
     scales = []

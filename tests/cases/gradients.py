@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -17,12 +16,14 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import grad_norm as lightning_grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.optim import SGD
 
 from lightning_zero import ZeROStrategy, full_grad, gathered, grad_norm
 from tests.cases import scheduled, user
-from tests.oracle.models import Block, Blocks
-from tests.oracle.play import UNUSED, Player, case, widen
-from tests.oracle.projects import WIDTH, ByHand, Noted, Trace, rows
+from tests.cases.optimizers import Dropping
+from tests.oracle.models import Block, Blocks, chained
+from tests.oracle.play import UNUSED, case, widen
+from tests.oracle.projects import WIDTH, Noted, Regression, rows
 
 STEPS: dict[str, Any] = {"max_steps": 5, "max_epochs": -1}
 
@@ -166,32 +167,62 @@ class Hooked(Noted):
 case("gradients in hooks", Hooked, **STEPS, ulps=16)
 
 
-def without_a_block(m: Any, x: Tensor) -> Tensor:
-    """A block has no gradient in every other step, and then none is seen."""
-    x = m.net.stem(x)
-    for index, block in enumerate(m.net.blocks):
-        if index != 1 or m.global_step % 2:
-            x = block(x)
-    return m.head(x)
-
-
-Unused = user(forward=without_a_block)
-case("gradients in hooks", Unused, "Unused", **STEPS, ddp=UNUSED, worlds=(3,), stages=(1, 2, 3),
-     moments={"on_after_backward": lambda m: (norms(m), dict(lightning_grad_norm(m, 2)))})  # fmt: skip
+def leaving_out(number: int, m: Any, x: Tensor) -> Tensor:
+    used = [block for index, block in enumerate(m.net.blocks) if index != number]
+    return m.head(chained(used, m.net.stem(x)))
 
 
 def taking_turns(m: Any, x: Tensor) -> Tensor:
     """Each rank leaves out one block of two, the other one in the next microbatch."""
     m.turn = getattr(m, "turn", m.global_rank) + 1
-    x = m.net.stem(x)
-    for index, block in enumerate(m.net.blocks):
-        if index != m.turn % 2:
-            x = block(x)
-    return m.head(x)
+    return leaving_out(m.turn % 2, m, x)
 
 
+# A block has no gradient in every other step, and then none is seen.
+Unused = user(forward=lambda m, x: leaving_out(-1 if m.global_step % 2 else 1, m, x))
+case("gradients in hooks", Unused, "Unused", **STEPS, ddp=UNUSED, worlds=(3,), stages=(1, 2, 3),
+     moments={"on_after_backward": lambda m: (norms(m), dict(lightning_grad_norm(m, 2)))})  # fmt: skip
 case("gradients in hooks", user(forward=taking_turns), "TakesTurns", accumulate_grad_batches=2, max_steps=2, ulps=64,
      ddp=UNUSED, stages=(1, 2))  # fmt: skip
+
+
+def lent(m: Any, *_: Any) -> Any:
+    """Lend a gradient to another parameter and to a graph, which are used after the step."""
+    former = getattr(m, "lent", None)
+    other, scale = nn.Parameter(torch.zeros(WIDTH)), torch.ones(WIDTH, requires_grad=True)
+    other.grad = m.head.bias.grad
+    m.lent = other, scale, (scale * m.head.bias.grad).sum()
+    if former is None:
+        return None
+    other, scale, loss = former
+    loss.backward()
+    return other.grad.tolist(), scale.grad.tolist()
+
+
+class DropsInStep(SGD):
+    """Drops the gradients of what it holds, without a call of ``zero_grad``."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+        return loss
+
+
+def penalized(m: Any, *_: Any) -> Any:
+    """Go backward through gathered weights between steps."""
+    m.zero_grad()
+    with gathered(m):
+        torch.stack([p.square().sum() for p in m.parameters()]).sum().backward()
+    return [p.grad.clone() for p in m.parameters()]
+
+
+case("gradients in hooks", Noted, "penalized_gathered", **STEPS, stages=(1, 2, 3), moments={"on_train_batch_end": penalized})  # fmt: skip
+for use in (lent, kept):
+    case("gradients in hooks", lambda: Noted(0.05, Dropping), f"{use.__name__}_and_dropped_in_steps", **STEPS, ulps=16,
+         moments={"on_before_optimizer_step": use})  # fmt: skip
+case("gradients in hooks", lambda: Unused(0.1, DropsInStep), "dropped_one_by_one_in_steps", **STEPS, ddp=UNUSED, stages=(1, 2, 3),
+     moments={"on_after_backward": norms})  # fmt: skip
 
 
 class Overrides(Noted):
@@ -247,24 +278,19 @@ case("gradients in hooks", Overrides, **ONCE)
 case("gradients in hooks", user(Overrides, steps_later=True), "StepsLater", **ONCE, accumulate_grad_batches=2)  # fmt: skip
 
 
-class WithoutElements(Noted):
-    """Has a parameter without elements, which has states in the optimizer and on disk."""
-
-    def __init__(self) -> None:
-        super().__init__(optimizer=torch.optim.AdamW)
-        self.none = nn.Parameter(torch.zeros(0, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.none.sum()
-
-
 def states_of_nothing(m: Any) -> Any:
     (optimizer,) = m.trainer.optimizers
     optimizer.load_state_dict(optimizer.state_dict())
     return optimizer.state[m.none], optimizer.state_dict()["state"]
 
 
-case("gradients in hooks", WithoutElements, max_epochs=2, save_at=1, readers=("own",), stages=(2, 3),
+# A parameter without elements has states in the optimizer and on disk.
+EMPTY = user(
+    Regression,
+    build=lambda m: m.register_parameter("none", nn.Parameter(torch.zeros(0, 4))),
+    forward=lambda m, x: Regression.forward(m, x) + m.none.sum(),
+)
+case("gradients in hooks", EMPTY, "without_elements", max_epochs=2, save_at=1, readers=("own",), stages=(2, 3),
      moments={"on_train_end": states_of_nothing})  # fmt: skip
 
 
@@ -326,23 +352,15 @@ for number, (module, options) in enumerate(CLIPS):
          stages=(3, 1 + number % 2), moments=SCALED)  # fmt: skip
 
 
-class Growing(Noted):
-    """Trains its head too from the second step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.requires_grad_(False)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.net.parameters(), self.lr)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.head.requires_grad_(True)
-            self.trainer.optimizers[0].add_param_group({"params": [*self.head.parameters()]})
+def sent_in_two_bytes(m: Any, *_: Any) -> None:
+    is_ours = isinstance(m.trainer.strategy, ZeROStrategy)
+    traffic = m.trainer.strategy.traffic if is_ours else {}
+    assert all(x.bytes == 2 * x.elements for (_, verb), x in traffic.items() if verb == "reduce")
 
 
-case("precision", Growing, "parameters_added", max_steps=3, worlds=(1,), ulps=16, precisions=("16-mixed",), stages=(1, 3))  # fmt: skip
+for dtype in (torch.float16, torch.bfloat16):
+    case("precision", Noted, f"reduced_in_{dtype}", max_steps=3, stages=(1, 2, 3), settings=({"reduce_dtype": dtype},),
+         dtype=dtype, ulps=2, moments={"on_train_end": sent_in_two_bytes})  # fmt: skip
 
 
 # -- accumulation ----------------------------------------------------------------------------------
@@ -554,23 +572,6 @@ for step in (toggling, in_turn, accumulating, unsynced, toggled_late, plain):
     case("manual optimization", partial(Adversaries, step), f"by_hand_{step.__name__}", **PLENTY, **more)  # fmt: skip
 case("manual optimization", partial(Adversaries, unsent), "by_hand_unsent", **{**PLENTY, "data": lambda: (rows(64),)},
      stages=(1, 2, 3), settings=(LOCAL,))  # fmt: skip
-
-
-def step_unsent(m: Any, batch: Any, batch_idx: int) -> None:
-    """Forgets to send what it steps with."""
-    optimizer: Any = m.optimizers()
-    with optimizer.toggle_model(sync_grad=False):
-        m.manual_backward(m(batch[0]).sum())
-    optimizer.step()
-
-
-@case("manual optimization", settings=(LOCAL,))
-def unsent_gradients_are_not_stepped_with(play: Player) -> Trace:
-    if not play.is_ddp:
-        words = r"'net.stem.weight' is .* own.*no_backward_sync.*sync_grad=True"
-        with pytest.raises(RuntimeError, match=words):
-            play.fit(user(ByHand, training_step=step_unsent)())
-    return Trace({})
 
 
 widen("measured", "clip_0", "windows_0", "by_hand_toggling")

@@ -24,12 +24,11 @@ from torchmetrics import CatMetric, MetricCollection, SumMetric
 from torchmetrics.classification import BinaryAccuracy
 from torchmetrics.regression import MeanAbsoluteError, MeanSquaredError
 
-from tests.cases import all_gather, scheduled, user
+from tests.cases import FILES, SAVED, STATES, WEIGHTS, all_gather, scheduled, user
 from tests.oracle.play import Player, case, widen
 from tests.oracle.projects import Noted, Regression, Trace, rows
 
 VALIDATED = {"data": lambda: (rows(), rows(8, seed=1))}
-SAVED: dict[str, Any] = {"max_epochs": 2, "save_at": 1}
 
 case("fit", Regression, "fit_and_validate", **VALIDATED, max_epochs=2, rests=True,
      worlds=(1, 2, 3), stages=(1, 2, 3), transports=("windows", "point to point", "backend"))  # fmt: skip
@@ -44,7 +43,6 @@ case("fit", Regression, "save_and_resume_the_loss_scale", **SAVED, readers=("ddp
      precisions=("16-mixed",), ulps=16)  # fmt: skip
 case("fit", Regression, "save_and_resume_a_directory", **SAVED, readers=(1, 3), settings=({"checkpoint": "dcp"},))  # fmt: skip
 
-FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
 case("fit", Regression, "copies_of_shards", **SAVED, worlds=(4,), stages=(1, 2, 3), rests=True, gradient_clip_val=0.5,
      precisions=("32-true", "bf16-mixed"), accumulate_grad_batches=2, readers=(2,), ulps=16,
      settings=({"shard": 2}, {"shard": "node"}, {"shard": 2, **FILES}))  # fmt: skip
@@ -52,9 +50,8 @@ case("fit", Regression, "copies_of_shards", **SAVED, worlds=(4,), stages=(1, 2, 
 
 # As offload steps by itself, with states of which every file has some, and a schedule.
 FUSED = user(Regression, configure_optimizers=lambda m: scheduled(torch.optim.AdamW(m.parameters(), lr=0.02, fused=True)))  # fmt: skip
-STATES, WEIGHTS = {"offload_optimizer": "nvme"}, {"offload_weights": "nvme"}
 case("fit", FUSED, "in_files", **SAVED, ulps=64, precisions=("32-true", "bf16-mixed") * 2, rests=True, worlds=(1, 2),
-     accumulate_grad_batches=2, stages=(1, 2, 3, 3), readers=("own", "of ddp"), settings=(STATES, STATES, FILES, WEIGHTS))  # fmt: skip
+     accumulate_grad_batches=2, stages=(1, 3, 3, 3), readers=("own", "of ddp"), settings=(STATES, STATES, FILES, WEIGHTS))  # fmt: skip
 HOST = {"offload_optimizer": "cpu"}
 case("fit", FUSED, "offloaded_without_a_device", **SAVED, ulps=16, stages=(1, 3, 3), readers=("own",), gradient_clip_val=0.5,
      settings=(HOST, HOST, {**HOST, "offload_weights": "cpu"}))  # fmt: skip
@@ -87,7 +84,6 @@ def trainers_and_strategies_in_turn(play: Player) -> Trace:
     module = Regression()
     first = play.fit(module)
     play.fit(module, strategy="ddp", max_steps=3)
-    play.fit(module, max_epochs=2)
     return play.fit(module, notes=first.params)
 
 
@@ -110,6 +106,9 @@ class NotesInference(Noted):
         self.net.blocks[1].norm = nn.BatchNorm1d(6)
         self.kept: list[Tensor] = []
 
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self(batch[0]) + dataloader_idx
+
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
         self.notes.append([torch.is_inference_mode_enabled(), loss.is_inference(), loss.item()])
@@ -124,22 +123,47 @@ class NotesInference(Noted):
         self.kept.clear()
 
 
+class Writer(BasePredictionWriter):
+    """Writes what it is given into one file per rank."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("batch_and_epoch")
+        self.folder = folder
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *at: Any) -> None:  # fmt: skip
+        torch.save([prediction, indices], self.folder / f"{trainer.global_rank} {at[-1]} {at[-2]}.pt")  # fmt: skip
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        torch.save([predictions, indices], self.folder / f"{trainer.global_rank} all.pt")
+
+
 @case("loops")
 def inference_mode(play: Player) -> Trace:
-    """Every loop before and after every other, with one Trainer and between its training steps."""
-    module, loaders = NotesInference(), (rows(16), rows(8, seed=1))
+    """Every loop before and after every other, with one Trainer and between its training steps.
+
+    A prediction writer's files, and those of a logger, are DDP's.
+    """
+    module, loaders, path = NotesInference(), (rows(16), rows(8, seed=1)), play.folder
+    how: dict[str, Any] = {"callbacks": [Writer(path)], "logger": CSVLogger(path, "log", "")}
     with inference_mode_under_gloo():
-        trainer = play.trainer(max_epochs=2, val_check_interval=2)
+        trainer = play.trainer(**how, val_check_interval=2)
         for number in range(3):
-            results = [
+            module.notes += [
                 run(module, loaders[1], verbose=False) for run in (trainer.test, trainer.validate)
             ]
-            predictions = trainer.predict(module, loaders[1])
-            module.notes += [results, [[p.is_inference(), p.tolist()] for p in predictions]]
+            some = [loaders[1], rows(4, seed=1)]
+            predicted = trainer.predict(module, some, return_predictions=number > 0)
+            flat = [p for of_loader in predicted or () for p in of_loader]
+            module.notes.append([[p.is_inference(), p.tolist()] for p in flat])
             trainer.fit_loop.max_epochs = 2 + number
             trainer.fit(module, *loaders) if number < 2 else None
     assert [True] * 2 in [note[:2] for note in module.notes]
-    return play.trace(module, trainer)
+    trainer.strategy.barrier()
+    written = {file.name: torch.load(file) for file in sorted(path.glob("*.pt"))}
+    header, *log = (path / "log" / "metrics.csv").read_text().splitlines()
+    numbers = [[float(cell) if cell else "" for cell in line.split(",")] for line in log]
+    assert len(written) == 2 * (2 + 1 + 1)
+    return play.trace(module, trainer, [module.notes, list(written.items()), header, numbers])
 
 
 def train_on_dictionary(m: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -160,42 +184,6 @@ def combined_loaders(play: Player) -> Trace:
         notes.append([trace.params, trace.metrics, trace.losses])
     assert [len(losses) for _, _, losses in notes] == [6, 4, 6]
     return Trace({}, notes=notes)
-
-
-class Writer(BasePredictionWriter):
-    """Writes what it is given into one file per rank."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__("batch_and_epoch")
-        self.folder = folder
-
-    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *at: Any) -> None:  # fmt: skip
-        torch.save([prediction, indices], self.folder / f"{trainer.global_rank} {at[-1]} {at[-2]}.pt")  # fmt: skip
-
-    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
-        torch.save([predictions, indices], self.folder / f"{trainer.global_rank} all.pt")
-
-
-def predict_from_two(m: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-    return m(batch[0]) + dataloader_idx
-
-
-@case("loops")
-def what_is_written(play: Player) -> Trace:
-    """A prediction writer's files, and those of a logger."""
-    module, path = user(Regression, predict_step=predict_from_two)(), play.folder
-    trainer = play.trainer(callbacks=[Writer(path)], logger=CSVLogger(path, "log", ""))
-    with inference_mode_under_gloo():
-        trainer.predict(module, [rows(8), rows(4, seed=1)], return_predictions=False)
-        trainer.fit(module, rows(), rows(8, seed=1))
-        trainer.predict(module, [rows(8), rows(4, seed=1)])
-        trainer.test(module, rows(8, seed=2), verbose=False)
-    trainer.strategy.barrier()
-    written = {file.name: torch.load(file) for file in sorted(path.glob("*.pt"))}
-    header, *log = (path / "log" / "metrics.csv").read_text().splitlines()
-    numbers = [[float(cell) if cell else "" for cell in line.split(",")] for line in log]
-    assert (len(written), len(numbers)) == (2 * (2 + 1 + 1), 4 + 1 + 1)
-    return play.trace(module, trainer, [list(written.items()), header, numbers])
 
 
 # -- what is computed over the ranks ---------------------------------------------------------------

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 
-from tests.cases import scheduled, user
+from tests.cases import FILES, SAVED, scheduled, user
 from tests.oracle.models import Block
 from tests.oracle.own_optimizers import Own
 from tests.oracle.play import UNUSED, Player, case, widen
@@ -57,6 +57,8 @@ def body(module: Regression) -> Any:
     return module
 
 
+# At stage 3 the weights of a unit come and go between two graphs, so one that is compiled with the
+# code around it has graphs of its own.
 WAYS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
     "submodules": (submodules, (3,), {"data": lambda: (rows(), rows(8, seed=1))}),
     "in_place": (in_place, (3,), {"accumulate_grad_batches": 2}),
@@ -68,11 +70,7 @@ WAYS: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
 
 
 def compiled(way: str, play: Player) -> Trace:
-    """The same numbers from the same graphs: no break and no recompilation is our hooks'.
-
-    At stage 3 the weights of a unit come and go between two graphs, so one that is compiled with
-    the code around it has graphs of its own.
-    """
+    """The same numbers from the same graphs: no break and no recompilation is our hooks'."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -81,8 +79,7 @@ def compiled(way: str, play: Player) -> Trace:
     trace = play.fit(WAYS[way][0](module), max_epochs=2, **WAYS[way][2])
     assert counters["frames"]["ok"] >= 1, "something was compiled"
     assert not counters["graph_break"]
-    own = play.way.strategy == 3 and way in ("body", "module")
-    counted = None if own else [dict(counters["frames"]), dict(counters["stats"])]
+    counted = [dict(counters["frames"]), dict(counters["stats"])]
     params = {n.replace("_orig_mod.", ""): p for n, p in Trace.of(module).params.items()}
     return Trace(params, losses=trace.losses, notes=counted)
 
@@ -96,7 +93,7 @@ for way in WAYS if shutil.which("g++") else [*WAYS][:-1]:
 
 
 class WithBuffers(Noted):
-    """Batch norms in units and at the root, and a buffer that counts its own way on each rank."""
+    """Batch norms in units and at the root, and buffers that each rank changes in its own way."""
 
     count: Tensor
 
@@ -110,26 +107,19 @@ class WithBuffers(Noted):
 
     def forward(self, x: Tensor) -> Tensor:
         self.notes.append([float(self.count[0]), int(self.number)])
-        if self.training:
-            self.count += self.global_rank + 1
-            self.number += self.global_rank + 1
-        return self.norm(super().forward(x))
-
-
-class Drifting(WithBuffers):
-    """A buffer that each rank changes its own way in every forward, also in those of a hook."""
-
-    def forward(self, x: Tensor) -> Tensor:
         self.count += self.global_rank + 1
-        return super().forward(x + 0.01 * self.count[0])
+        self.number += (self.global_rank + 1) * self.training
+        return self.norm(super().forward(x + 0.01 * self.count[0]))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (1, 2):
-            with torch.no_grad():
-                self(batch[0])
-        if batch_idx == 2 and not self.automatic_optimization:
-            self.manual_backward(self.loss(batch))
-            self.zero_grad()
+
+def forward_again(m: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    """Call the module in a hook too, without gradients or with."""
+    if batch_idx in (1, 2):
+        with torch.no_grad():
+            m(batch[0])
+    if batch_idx == 2 and not m.automatic_optimization:
+        m.manual_backward(m.loss(batch))
+        m.zero_grad()
 
 
 def send_or_not(m: Any, batch: Any, batch_idx: int) -> None:
@@ -146,11 +136,11 @@ BATCHES: dict[str, Any] = {
     "max_epochs": 2,
     "ulps": 256,
 }
-case("buffers", WithBuffers, **BATCHES, stages=(1, 2, 3), rests=True)
-case("buffers", WithBuffers, "buffers_accumulating", **BATCHES, accumulate_grad_batches=2)
-DRIFTING = {"drifting": Drifting, "by_hand": user(Drifting, training_step=send_or_not, automatic_optimization=False)}  # fmt: skip
-for name, module in DRIFTING.items():
-    case("buffers", module, f"buffers_{name}", **BATCHES, val_check_interval=2, stages=(1, 2, 3))  # fmt: skip
+BY_HAND = user(WithBuffers, training_step=send_or_not, automatic_optimization=False)
+case("buffers", WithBuffers, "buffers_accumulating", **BATCHES, accumulate_grad_batches=2, stages=(1, 2, 3), rests=True)  # fmt: skip
+for name, module in {"drifting": WithBuffers, "by_hand": BY_HAND}.items():
+    case("buffers", module, f"buffers_{name}", **BATCHES, val_check_interval=2, stages=(1, 2, 3),
+         moments={"on_train_batch_end": forward_again})  # fmt: skip
 
 
 @case("buffers", ulps=256)
@@ -166,15 +156,15 @@ def buffers_of_each_rank(play: Player) -> Trace:
 @case("buffers", stages=(1, 2, 3))
 def batch_norms_are_converted_and_back(play: Player) -> Trace:
     """Torch's own refuses to run on CPU, also under DDP, so that it is not called."""
+    note = lambda m, *_: m.notes.append(type(m.spare).__name__)  # noqa: E731
+    module = user(
+        build=lambda m: m.add_module("spare", nn.BatchNorm1d(6)), on_train_batch_start=note
+    )()
     if not play.is_ddp:
-        module = user(
-            Regression, on_train_batch_start=lambda m, *_: m.notes.append(type(m.spare).__name__)
-        )()
-        module.spare = spare = nn.BatchNorm1d(WIDTH)
-        trace = play.fit(module, sync_batchnorm=True)
-        assert set(trace.notes) == {"SyncBatchNorm"}
+        weight = module.spare.weight
+        assert set(play.fit(module, sync_batchnorm=True).notes) == {"SyncBatchNorm"}
         assert type(module.spare).__name__ == "_BatchNormXd"  # Lightning's own way back
-        assert module.spare.weight is spare.weight
+        assert module.spare.weight is weight
     return Trace({})
 
 
@@ -197,26 +187,20 @@ class Shifted(nn.Module):
         return x + self.down((self.up(x) - 0.1 * shift).tanh())
 
 
-class Lending(Regression):
-    """Calls a unit with tensors of its own making, with another's weights, and with its own."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.05)
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            self.unit, self.other = Shifted(), Shifted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = {name: 1.5 * p for name, p in self.unit.named_parameters()}
-        x = torch.func.functional_call(self.unit, {**made, "mean": torch.ones(())}, (x,))
-        x = torch.func.functional_call(self.unit, dict(self.other.named_parameters()), (x,))
-        return super().forward(self.other(self.unit(x)))
+def shifted(m: Any) -> None:
+    m.unit, m.other = Shifted(), Shifted()
 
 
-AGAIN: list[Any] = [
-    {"units": {Shifted}, "activation_checkpointing": a} for a in (True, [nn.Linear])
-]
-case("recompute", Lending, settings=AGAIN, ulps=16)
+def lend(m: Any, x: Tensor) -> Tensor:
+    """Call a unit with tensors of the caller's making, with another's weights, and with its own."""
+    made = {name: 1.5 * p for name, p in m.unit.named_parameters()}
+    x = torch.func.functional_call(m.unit, {**made, "mean": torch.ones(())}, (x,))
+    x = torch.func.functional_call(m.unit, dict(m.other.named_parameters()), (x,))
+    return Regression.forward(m, m.other(m.unit(x)))
+
+
+AGAIN = [{"units": {Shifted}, "activation_checkpointing": a} for a in (True, [nn.Linear])]
+case("recompute", user(Regression, shifted, forward=lend), "lending", settings=AGAIN, ulps=16)
 
 
 def drop_out(m: Any, x: Tensor) -> Tensor:
@@ -290,11 +274,9 @@ class ByParameter(Own):
 
 MOMENTUM: dict[str, Any] = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
 COMPLEX: dict[str, Any] = {"ulps": 16, "dtype": torch.float32, "ddp": UNUSED}
-SAVED: dict[str, Any] = {"max_epochs": 2, "save_at": 1}
-HOMES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
 SPECTRAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "momentum": (partial(Spectral, optimizer=partial(torch.optim.SGD, **MOMENTUM)), {}),
-    "in_files": (Spectral, {"worlds": (1,), "stages": (3,), "settings": (HOMES,)}),
+    "in_files": (Spectral, {"worlds": (1,), "stages": (3,), "settings": (FILES,)}),
     "by_parameter": (partial(Spectral, optimizer=ByParameter), {}),
     "looked_at": (Spectral, {"stages": (1, 2, 3), "gradient_clip_val": 0.1,
                        "moments": {"on_before_optimizer_step": change_gradients, "on_train_batch_end": change_weights}}),
@@ -315,29 +297,25 @@ for name, (module, how) in SPECTRAL.items():
 Scheduled = user(configure_optimizers=lambda m: scheduled(Noted.configure_optimizers(m), 0.8, "epoch"))  # fmt: skip
 
 
-class WithBackbone(Noted):
-    """Trains its head; the callback unfreezes the backbone later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = self.net
-
-    def configure_optimizers(self) -> Any:
-        trainable = [p for p in self.parameters() if p.requires_grad]
-        return scheduled(torch.optim.SGD(trainable, lr=0.1, momentum=0.9), 0.7, "epoch")
-
-
 def groups_of(m: Any) -> Any:
     groups = [[group["lr"], len(group["params"])] for group in m.trainer.optimizers[0].param_groups]
     return groups, [p.requires_grad for p in m.parameters()]
 
 
-LONG: dict[str, Any] = {"max_epochs": 3, "data": lambda: (rows(), rows(8, seed=1)), "ulps": 64}
+def finetuned(kind: Any) -> Any:
+    """Train the head; the callback unfreezes the backbone later."""
+    return user(
+        build=lambda m: setattr(m, "backbone", m.net),
+        configure_optimizers=lambda m: scheduled(kind(m.head.parameters(), lr=0.1), 0.7, "epoch"),
+    )
 
 
-# On several ranks DDP never averages gradients of parameters that join in later.
-case("callbacks", WithBackbone, "finetuning", **LONG, worlds=(1,), stages=(1, 2, 3), moments={"on_train_epoch_end": groups_of},
-     callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)])  # fmt: skip
+# DDP averages no gradients of parameters that join in later, so all ranks have the same rows.
+for kind in (torch.optim.SGD, torch.optim.Adafactor):
+    case("callbacks", finetuned(kind), f"finetuning_{kind.__name__}", max_epochs=3, data=lambda: (rows(8),), ulps=64,
+         use_distributed_sampler=False, worlds=(1, 2), stages=(1, 2, 3), precisions=("16-mixed", "32-true"), save_at=2,
+         readers=("again",), moments={"on_train_epoch_end": groups_of},
+         callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5)])  # fmt: skip
 
 
 @case("callbacks", ulps=64)
@@ -352,7 +330,7 @@ def callbacks_that_watch(play: Player) -> Trace:
     ]
     logger = CSVLogger(path, name="", version="")
     how: dict[str, Any] = {"logger": logger, "enable_checkpointing": True, "max_epochs": 5}
-    trace = play.fit(module, *LONG["data"](), callbacks=callbacks, **how)
+    trace = play.fit(module, rows(), rows(8, seed=1), callbacks=callbacks, **how)
     names = [Path(name).name for name in sorted(best.best_k_models)]
     trace.notes = [module.notes, module.current_epoch, names, float(best.best_model_score), rates.lrs]  # fmt: skip
     assert module.current_epoch == 2
@@ -373,12 +351,8 @@ class FastClock(Timer):
         return 3600.0 * getattr(self, "is_over", False)
 
 
-def has_stopped(m: Any) -> None:
-    assert m.global_step == 3
-
-
 case("callbacks", Scheduled, "one_clock_ends_the_run_on_all_ranks", ulps=64, max_epochs=3, callbacks=lambda: [FastClock(duration={"hours": 1})],
-     moments={"on_train_end": has_stopped})  # fmt: skip
+     moments={"on_train_end": lambda m: m.global_step})  # fmt: skip
 
 
 class Looks(ModelSummary):

@@ -10,11 +10,16 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import dataclasses
+import errno
+import fcntl
+import inspect
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import prodigyopt
 import pytest
@@ -22,9 +27,8 @@ import pytorch_optimizer
 import schedulefree
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adam, Optimizer
+from torch.optim import SGD, Adafactor, Adam
 from torch.optim.lr_scheduler import LambdaLR, LinearLR
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -32,13 +36,14 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.cases import scheduled, user
+from lightning_zero.optimizer import Way, staging
+from lightning_zero.optimizer.known import known_class
+from tests.cases import FILES, SAVED, STATES, scheduled, user
+from tests.oracle.eight_bits import BLOCK, EightBits, decoded
 from tests.oracle.messages import messages
-from tests.oracle.own_optimizers import ByNumber, Nested, Own
-from tests.oracle.play import WIDE, Player, case, widen
+from tests.oracle.own_optimizers import OWN, ByNumber, Nested, Own
+from tests.oracle.play import WIDE, Player, by_trainer, case, widen
 from tests.oracle.projects import ByHand, Noted, Regression, Trace, rows
-
-FILES = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
 
 
 def of(kind: Callable[..., Any], lr: float = 0.05, **options: Any) -> Callable[[Any], Any]:
@@ -103,25 +108,14 @@ widen("step_in_step_Around_Regression")
 adam = of(Adam)
 
 
-def clear_every_second_time(m: Any) -> None:
-    clear = own(m).zero_grad
-
-    def zero_grad(*args: Any, **kwargs: Any) -> None:
-        m.notes.append("sometimes")
-        if len(m.notes) % 2:
-            clear(*args, **kwargs)
-
-    own(m).zero_grad = zero_grad
-
-
-def with_noted_calls(make: Callable[[Any], Any], m: Any) -> Any:
-    """Make an optimizer whose `zero_grad` is replaced by a function that notes its calls."""
-    optimizer = make(m)
+def noted(m: Any, optimizer: Any, every: int = 1) -> Any:
+    """Replace `zero_grad` by a function that notes its calls, of which so many clear."""
     clear = optimizer.zero_grad
 
     def zero_grad(*args: Any, **kwargs: Any) -> None:
         m.notes.append("zero_grad")
-        clear(*args, **kwargs)
+        if len(m.notes) % every == 0:
+            clear(*args, **kwargs)
 
     optimizer.zero_grad = zero_grad
     return optimizer
@@ -198,27 +192,31 @@ class Patched(Noted):
             handle.remove()
 
 
-class Counted(Adam):
-    """Counts the calls of its methods and hooks."""
+def counting(kind: Any, *names: str) -> Callable[[Any], Any]:
+    """Return how an optimizer is made that counts the calls of its methods and hooks."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.calls = collections.Counter[str]()
-        self.register_step_pre_hook(lambda *_: self.calls.update(["pre"]))
-        self.register_step_post_hook(lambda *_: self.calls.update(["post"]))
-        self.register_state_dict_post_hook(lambda *_: self.calls.update(["state"]))
+    def counted(name: str) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls[name] += 1
+            return getattr(kind, name)(self, *args, **kwargs)
 
-    def step(self, closure: Any = None) -> Any:
-        self.calls["step"] += 1
-        return super().step(closure)
+        return call
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.calls["zero_grad"] += 1
-        super().zero_grad(set_to_none)
+    def make(m: Any) -> Any:
+        optimizer = cls(m.parameters(), lr=0.05)
+        optimizer.calls = collections.Counter()
+        for hook in ("step_pre", "step_post", "state_dict_post"):
+            count = lambda *_, h=hook: optimizer.calls.update([h])  # noqa: E731
+            getattr(optimizer, f"register_{hook}_hook")(count)
+        return optimizer
+
+    cls = type("Counting", (kind,), {name: counted(name) for name in names})
+    return make
 
 
-case("optimizers", made(of(Counted)), "counted_calls", max_epochs=2, accumulate_grad_batches=2, save_at=1, ulps=16, worlds=(1, 2),
-     stages=(3,), moments={"on_fit_end": lambda m: sorted(own(m).calls.items())})  # fmt: skip
+CALLS = {"on_fit_end": lambda m: sorted(own(m).calls.items())}
+case("optimizers", made(counting(Adam, "step", "zero_grad")), "counted_calls", max_epochs=2, accumulate_grad_batches=2, save_at=1,
+     ulps=16, worlds=(1, 2), stages=(3,), moments=CALLS)  # fmt: skip
 
 
 def clear_by_hand(m: Any, batch: Any, batch_idx: int) -> None:
@@ -257,40 +255,23 @@ def scale_by_hand(m: Any, batch: Any, batch_idx: int) -> None:
     m.notes.append(m.scaler.get_scale())
 
 
-class CountingModes(schedulefree.AdamWScheduleFree):  # type: ignore[name-defined, misc]
-    """Notes the calls of methods that it overrides."""
-
-    def eval(self) -> None:
-        self.calls.append("eval")
-        super().eval()
-
-    def train(self) -> None:
-        self.calls.append("train")
-        super().train()
-
-
-def counting_modes(m: Any) -> Any:
-    optimizer = CountingModes(m.parameters(), 0.05)
-    optimizer.__dict__["calls"] = m.notes
-    return optimizer
-
-
 TRAINS, EVALUATES = lambda m, *_: m.optimizers().train(), lambda m, *_: m.optimizers().eval()
-MODES = {"on_train_start": TRAINS, "on_validation_start": EVALUATES, "on_validation_end": TRAINS}
+MODES = {"on_train_start": TRAINS, "on_validation_start": EVALUATES, "on_validation_end": TRAINS, **CALLS}  # fmt: skip
 KEPT = {"optimizer_zero_grad": lambda *_: None}  # the step itself drops gradients
+DROPPING = of(Dropping, momentum=0.5, weight_decay=0.1)
 REPLACED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "clears_every_second_time": (made(adam), {"on_train_start": clear_every_second_time}),
+    "clears_every_second_time": (made(adam), {"on_train_start": lambda m: noted(m, own(m), 2) and None}),
     "keeps_half": (made(of(Halving, momentum=0.5)), {}),
-    "drops_in_steps": (made(partial(with_noted_calls, of(Dropping, momentum=0.5, weight_decay=0.1)), **KEPT), {}),
-    "drops_in_whole_steps": (made(partial(with_noted_calls, of(Sign)), **KEPT), {}),
+    "drops_in_steps": (made(lambda m: noted(m, DROPPING(m)), **KEPT), {}),
+    "drops_in_whole_steps": (made(lambda m: noted(m, Sign(m.parameters())), **KEPT), {}),
     "stepped_twice": (made(of(Twice)), {}),
     "stepped_by_own_rule": (made(by_own_rule), {}),
     "patched_class": (Patched, {}),
-    "clears_by_hand": (made(partial(with_noted_calls, adam), training_step=clear_by_hand, automatic_optimization=False), {}),
+    "clears_by_hand": (made(lambda m: noted(m, adam(m)), training_step=clear_by_hand, automatic_optimization=False), {}),
     "decays_by_zeros": (made(lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.05), weight_decay=0.5, foreach=False),
                              training_step=decay_by_zeros, automatic_optimization=False), {}),
     "scales_by_hand": (made(of(SGD), training_step=scale_by_hand, automatic_optimization=False), {}),
-    "schedule_free_subclass": (made(counting_modes), MODES),
+    "schedule_free_subclass": (made(counting(schedulefree.AdamWScheduleFree, "eval", "train")), MODES),
 }  # fmt: skip
 # Optimizers, their states and checkpoints are sharded alike at every stage: stages take turns.
 for number, (name, (module, moments)) in enumerate(REPLACED.items()):
@@ -307,27 +288,6 @@ class OwnDict(Adam):
     def state_dict(self) -> dict[str, Any]:
         norms = [float(state["exp_avg"].norm()) for state in self.state.values()]
         return {**super().state_dict(), "norm": sum(norms)}
-
-
-class Wrapper(Optimizer):
-    """Wraps an optimizer without the constructor of its base, as some do, with states in a form of its own."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        self.inner = Adam(params, lr)
-        self.defaults = self.inner.defaults
-        self._optimizer_step_pre_hooks: Any = {}
-        self._optimizer_step_post_hooks: Any = {}
-        self.state, self.param_groups = self.inner.state, self.inner.param_groups
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"wrapped": self.inner.state_dict()}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.inner.load_state_dict(state_dict["wrapped"])
-        self.state, self.param_groups = self.inner.state, self.inner.param_groups
 
 
 class InNewDtypes(Own):
@@ -353,6 +313,11 @@ def schedule_free(params: Any, lr: float = 0.05) -> Any:
     optimizer = schedulefree.AdamWScheduleFree(params, lr)  # type: ignore[attr-defined]
     optimizer.train()
     return optimizer
+
+
+def lookahead(params: Any) -> Any:
+    """Wrap an optimizer by one whose states have a form of their own."""
+    return pytorch_optimizer.Lookahead(torch.optim.AdamW(params), k=2)
 
 
 def asked(m: Any) -> Any:
@@ -391,22 +356,18 @@ def loaded_to_the_wrapper(m: Any) -> Any:
     return own(m).state_dict()
 
 
-def _stepped(optimizer: Any) -> Any:
-    """Use a copy of an optimizer, whose parameters are copies, too."""
-    members = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in members:
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    return [p.detach().clone() for p in members], optimizer.state_dict()
-
-
 def copied(m: Any) -> Any:
-    """Copy the optimizer alone, with its module, and with its scheduler."""
+    """Copy the optimizer alone, with its module, and with its scheduler, and step the copies."""
     net, head, optimizer = copy.deepcopy((m.net, m.head, own(m)))
     twin, other = copy.deepcopy(m.lr_schedulers()), pickle.loads(pickle.dumps(m.lr_schedulers()))
-    copies = optimizer, twin.optimizer, other.optimizer, pickle.loads(pickle.dumps(own(m)))
-    stepped = [_stepped(each) for each in copies]
-    return stepped, twin.state_dict(), [p.detach().clone() for p in (*net.parameters(), *head.parameters())]  # fmt: skip
+    notes = [twin.state_dict(), list(net.parameters()), list(head.parameters())]
+    for each in (optimizer, twin.optimizer, other.optimizer, pickle.loads(pickle.dumps(own(m)))):
+        members = [p for group in each.param_groups for p in group["params"]]
+        for p in members:
+            p.grad = torch.ones_like(p)
+        each.step()
+        notes += [members, each.state_dict()]
+    return notes
 
 
 def edited(m: Any) -> Any:
@@ -445,7 +406,7 @@ STATEFUL: dict[str, tuple[Callable[[Any], Any], tuple[Callable[[Any], Any], ...]
     "without_states": (partial(SGD, lr=0.05), (asked, loaded)),
     "schedule_free": (schedule_free, (asked, loaded)),
     "own_state_dict": (partial(OwnDict, lr=0.05), (asked, loaded)),
-    "wrapper": (Wrapper, (asked, loaded)),
+    "wrapper": (lookahead, (asked, loaded)),
     "in_lists": (OfAll, (asked, loaded)),
     "in_new_dtypes": (InNewDtypes, (loaded,)),  # which cannot be pickled
 }  # fmt: skip
@@ -469,14 +430,13 @@ for number, (name, make, ask) in enumerate(ASKED):
 # -- optimizers that hold what no copy can: they step the module's own parameters, all at once ------
 
 
-def by_weight(weight: Any) -> float:
-    return float(1 / (1 + weight.detach().norm() + weight.grad.norm()))
-
-
 HELD: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Tensor], float]]] = {
     "a_lock": (lambda m: threading.Lock(), lambda held, p: 1 - held.locked()),
-    "a_module": (lambda m: m, lambda held, p: by_weight(held.head.weight)),
-    "a_closure": (lambda m: lambda: m.net.blocks[1].linear.weight, lambda f, p: by_weight(f())),
+    "a_module": (lambda m: m, lambda held, p: float(1 / (1 + held.head.weight.grad.norm()))),
+    "a_closure": (
+        lambda m: lambda: m.head.weight,
+        lambda f, p: float(1 / (1 + f().detach().norm())),
+    ),
     "parameters": (lambda m: {p: 1 / p.dim() for p in m.parameters()}, lambda held, p: held[p]),
     "their_ids": (lambda m: {id(m.head.bias): 0.1}, lambda held, p: held.get(id(p), 1.0)),
     "a_table": (lambda m: torch.linspace(0, 1, 9), lambda held, p: float(held[p.numel() % 9])),
@@ -502,79 +462,13 @@ def after_a_step(m: Any, *_: Any) -> Any:
     return [p.grad.clone() for p in m.parameters()], tree_map(copied, m.optimizers().state_dict())
 
 
-RESUMED: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 2, "save_at": 1}
+RESUMED: dict[str, Any] = {**SAVED, "limit_train_batches": 2}
 for kind in HELD:
     case("optimizers", made(lambda m, k=kind: Holding(m, k)), f"holds_{kind}", **RESUMED, ulps=16, readers=("own", "ddp"),
          moments={"on_train_batch_end": after_a_step})  # fmt: skip
 
 
-# -- in files --------------------------------------------------------------------------------------
-
-IN_FILES: dict[str, Any] = {"stages": (3,), "settings": (FILES,), **RESUMED}
-case("optimizers", made(of(Nested)), "own_in_files", **{**IN_FILES, "limit_train_batches": 4}, readers=("own", "of ddp", 3),
-     accumulate_grad_batches=2, gradient_clip_val=0.5, ulps=16)  # fmt: skip
-# Steps of batches would give other numbers than a step of all.
-case("optimizers", made(of(ByNumber)), "by_number_in_files", **IN_FILES)
-
-
 # -- optimizers that compile their step, or keep states in a tensor class of their own --------------
-
-BLOCK = 4
-
-
-class InBytes(Tensor):
-    """Numbers in 8 bits, with a scale for each block of elements."""
-
-    codes: Tensor
-    scales: Tensor
-
-    @staticmethod
-    def __new__(cls, codes: Tensor, scales: Tensor) -> Any:
-        how = {"dtype": scales.dtype, "device": codes.device}
-        return Tensor._make_wrapper_subclass(cls, codes.shape, **how)  # type: ignore[attr-defined]
-
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        self.codes, self.scales = codes, scales
-
-    def __tensor_flatten__(self) -> Any:
-        return ["codes", "scales"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, *_: Any) -> InBytes:
-        return cls(inner["codes"], inner["scales"])
-
-    @classmethod
-    def zeros(cls, like: Tensor) -> InBytes:
-        scales = torch.zeros(like.numel() // BLOCK, dtype=like.dtype, device=like.device)
-        return cls(torch.zeros_like(like, dtype=torch.int8), scales)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
-            blocks = decoded(args[1]).reshape(-1, BLOCK)
-            scales = blocks.abs().amax(1).clamp(min=1e-8) / 127
-            args[0].scales.copy_(scales)
-            args[0].codes.copy_((blocks / scales[:, None]).round().view(args[0].shape))
-            return args[0]
-        is_cast = kwargs.get("dtype") not in (None, args[0].dtype)
-        if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default) and not is_cast:
-            given = {key: value for key, value in kwargs.items() if key == "device"}
-            return cls(func(args[0].codes, **given), func(args[0].scales, **given))
-        return func(*tree_map(decoded, args), **tree_map(decoded, kwargs))
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-
-# A file is read with the classes only that torch knows as safe.
-torch.serialization.add_safe_globals([InBytes])
-
-
-def decoded(value: Any) -> Any:
-    if not isinstance(value, InBytes):
-        return value
-    blocks = value.codes.reshape(-1, BLOCK) * value.scales[:, None]
-    return blocks.view(value.shape)
 
 
 def momentum_step(p: Tensor, grad: Tensor, mean: Tensor, lr: float) -> None:
@@ -590,47 +484,30 @@ class Wrapped(Own):
 
     def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         is_large = p.numel() >= self.least_numel and p.numel() % BLOCK == 0
-        zeros = InBytes.zeros if is_large else torch.zeros_like
+        zeros = EightBits.zeros if is_large else torch.zeros_like
         mean = self.state[p].setdefault("mean", zeros(p))
         how: dict[str, Any] = {"fullgraph": True, "dynamic": False, "backend": "eager"}
         step = torch.compile(momentum_step, **how) if self.is_compiled else momentum_step
         step(p.detach() if self.is_compiled else p, grad, mean, group["lr"])
 
 
-class Compiled(Wrapped):
-    least_numel, is_compiled = 1 << 30, True
-
-
-class LargeWrapped(Wrapped):
-    """As most of its kind, it keeps states in bytes only from some size on."""
-
-    least_numel = 4096
-
-
-class CompiledAndWrapped(Wrapped):
-    is_compiled = True
-
-
-class Large(Noted):
-    """Has a weight of that size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.large = nn.Parameter(0.05 * torch.randn(128, 132, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + F.linear(x @ self.large[:6], self.large[:6])
-
-
-def forget(m: Any) -> None:
-    torch.compiler.reset()  # a function may be compiled for few sizes and classes
-
-
-for kind in (Compiled, Wrapped, LargeWrapped, CompiledAndWrapped):
-    module = made(of(kind), Large if kind is LargeWrapped else Noted)
-    case("optimizers", module, f"states_{kind.__name__}", **RESUMED, settings=({}, {"optimizer_step": {kind.__name__: "parameter"}}),
-         readers=("own",), ulps=16, moments={"on_fit_start": forget, "on_train_batch_end": after_a_step})  # fmt: skip
+Large = user(
+    build=lambda m: m.register_parameter("large", nn.Parameter(0.05 * torch.randn(128, 132))),
+    forward=lambda m, x: Noted.forward(m, x) + F.linear(x @ m.large[:6], m.large[:6]),
+)
+# Most of their kind keep states in bytes only from some size on.
+WRAPPED: dict[str, tuple[dict[str, Any], Any]] = {
+    "Wrapped": ({}, Noted),
+    "LargeWrapped": ({"least_numel": 4096}, Large),
+    "Compiled": ({"is_compiled": True, "least_numel": 1 << 30}, Noted),
+    "CompiledAndWrapped": ({"is_compiled": True}, Noted),
+}
+for name, (members, base) in WRAPPED.items():
+    module = made(of(type(name, (Wrapped,), members)), base)
+    # A function may be compiled for few sizes and classes.
+    moments = {"on_fit_start": lambda m: torch.compiler.reset(), "on_train_batch_end": after_a_step}
+    case("optimizers", module, f"states_{name}", **RESUMED, settings=({}, {"optimizer_step": {name: "parameter"}}), readers=("own",),
+         ulps=16, moments=moments)  # fmt: skip
 
 
 # -- an optimizer that outlives its run ------------------------------------------------------------
@@ -691,18 +568,125 @@ for name, make in {"adam": of(Adam, 0.01), "by_parameter": of(Adafactor, 0.01), 
              worlds=(1,) if fails_at > 0 else (2,), settings=({}, {}, FILES) if name == "adam" else ({},), stages=(3, 1, 3))  # fmt: skip
 
 
+# -- states in files: in batches of the smallest size, into which weights are cut -------------------
+
+IN_FILES: dict[str, Any] = {"stages": (3,), "settings": (FILES,), **RESUMED}
+case("optimizers", made(of(Nested)), "own_in_files", **{**IN_FILES, "limit_train_batches": 4}, readers=("own", "of ddp", 3),
+     accumulate_grad_batches=2, gradient_clip_val=0.5, ulps=16)  # fmt: skip
+# Steps of batches would give other numbers than a step of all.
+case("optimizers", made(of(ByNumber)), "by_number_in_files", **IN_FILES)
+
+
+class Named(Large):  # type: ignore[misc]
+    """Two groups with names, a frozen parameter, and one without a gradient in a step."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+        self.head.bias.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        named = [[(n, p) for n, p in self.named_parameters() if p.dim() == d] for d in (2, 1)]
+        return self.make([{"params": named[0]}, {"params": named[1], "lr": 0.1}])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        getattr(own(self), "train", lambda: None)()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_step == 2:
+            self.large.grad = None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        getattr(own(self), "eval", lambda: None)()
+
+    def on_train_end(self) -> None:
+        kept = [getattr(own(self), name, None) for name in ("k", "rates", "warmth")]
+        state = own(self).state_dict()
+        by_name = {str(key): value for key, value in state["state"].items()}
+        self.notes.append([kept, state["param_groups"], sorted(by_name.items())])
+
+
+def in_small_batches(play: Player) -> Trace:
+    """Half of the cases run where files take no direct requests."""
+    refuse = mock.patch.object(fcntl, "fcntl", side_effect=OSError(errno.EINVAL, "Invalid"))
+    small = mock.patch.object(staging, "_BATCH_BYTES", 1)
+    with small, refuse if play.case.number % 2 else contextlib.nullcontext():
+        return by_trainer(play)
+
+
+def torchs() -> Iterator[Any]:
+    """Element-wise optimizers of torch, fused where they can be, as files have them stepped."""
+    for cls in vars(torch.optim).values():
+        if inspect.isclass(cls) and known_class(cls) == ("torch.optim", Way.BY_ELEMENT):
+            is_fused = "fused" in inspect.signature(cls).parameters
+            yield partial(cls, lr=1e-2, **({"fused": True} if is_fused else {}))
+
+
+def changed(m: Any, *_: Any) -> None:
+    """Change states in place, by others, by other memory, and by those of another parameter."""
+    if m.global_step == 0:
+        return
+    named, name = dict(m.named_parameters()), "momentum_buffer"
+    states = {key: own(m).state[named[key]] for key in named if named[key].requires_grad}
+    first, second, third, *_ = states.values()
+    first[name].mul_(0.5)
+    second[name] = second[name] * 0.25
+    third[name].data = third[name] * 0.75
+    one, other = (states[f"net.blocks.{number}.linear.weight"] for number in (0, 2))
+    one[name], other[name] = other[name].clone(), one[name].clone()
+
+
+MOMENTUM = partial(SGD, lr=0.05, momentum=0.9, fused=True)
+BATCHED = [*((make, {}) for make in (*OWN, pytorch_optimizer.AggMo, *torchs())), *[(MOMENTUM, {"on_train_batch_end": changed})] * 2]  # fmt: skip
+for number, (make, moments) in enumerate(BATCHED):
+    stage, name = (
+        3 - number % 3,
+        f"{getattr(make, 'func', make).__name__}{number * bool(moments) or ''}",
+    )
+    case("optimizers", partial(Named, make), f"in_batches_{name}", loop=in_small_batches, stages=(stage,), ulps=8,
+         settings=(FILES if stage == 3 else STATES,), worlds=(1 + number % 2,), moments=moments,
+         data=lambda: (rows(32),), accumulate_grad_batches=2, gradient_clip_val=0.3, max_steps=4)  # fmt: skip
+
+
+class Factored(Own):
+    """Has a factor as an attribute, which users change."""
+
+    scale = 1.0
+
+    def update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        p.add_(grad, alpha=-group["lr"] * self.scale)
+
+
+def change(m: Any, factor: float) -> None:
+    own(m).param_groups[0]["lr"] *= factor
+    own(m).scale = getattr(own(m), "scale", 1.0) + factor
+
+
+def with_hook(kind: Any, m: Any) -> Any:
+    optimizer = kind(m.parameters(), lr=0.02)
+    optimizer.register_step_pre_hook(lambda *_: change(m, 0.9))
+    return optimizer
+
+
+def change_and_run(m: Any, batch: Any) -> Tensor:
+    change(m, 0.8)
+    return Noted.loss(m, batch)
+
+
+# What a step is made with is changed in a hook before it, and first and last in its closure.
+for kind in (Factored, SGD):
+    case("optimizers", made(partial(with_hook, kind), loss=change_and_run), f"changing_{kind.__name__}", settings=({}, FILES),
+         stages=(2, 3), max_steps=3, ulps=8, moments={"on_after_backward": lambda m: change(m, 1.2)})  # fmt: skip
+
+
 # -- optimizers that mix elements, of each kind, and what a Trainer does around their steps ---------
 
 
-class Scaled(Noted):
-    """Has matrices, vectors and a scale of no dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
+# Matrices, vectors and a scale of no dimension.
+Scaled = user(
+    build=lambda m: m.register_parameter("scale", nn.Parameter(torch.tensor(1.5))),
+    forward=lambda m, x: Noted.forward(m, x) * m.scale,
+)
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -713,12 +697,9 @@ def muon(module: nn.Module) -> Any:
     return torch.optim.Muon(matrices(module), lr=0.02)
 
 
-def lookahead(params: Any, lr: float) -> Any:
-    return pytorch_optimizer.Lookahead(torch.optim.AdamW(params), k=2)
-
-
 KINDS: dict[str, Callable[[Any], Any]] = {
-    "muon": muon, "adafactor": of(Adafactor), "prodigy": of(prodigyopt.Prodigy, 1.0), "lookahead": of(lookahead),
+    "muon": muon, "adafactor": of(Adafactor), "prodigy": of(prodigyopt.Prodigy, 1.0),
+    "lookahead": lambda m: lookahead(m.parameters()),
     "schedule_free": of(schedule_free, 0.02),
     **{name: of(pytorch_optimizer.load_optimizer(name), 0.02) for name in ("adan", "shampoo", "splus")},
 }  # fmt: skip
@@ -727,26 +708,11 @@ for name, make in KINDS.items():
 widen("steps_muon", "steps_prodigy", worlds=(2, 3))
 
 
-class Unfreezes(BaseFinetuning):
-    """Takes a block in after an epoch."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.blocks[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            block = pl_module.net.blocks[0]
-            self.make_trainable(block)
-            optimizer.add_param_group({"params": matrices(block)})
-
-
 AROUND: dict[str, dict[str, Any]] = {
     "clips_the_norm": {"gradient_clip_val": 0.3, **WIDE},
     "clips_values": {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value", **WIDE},
     "accumulates": {"accumulate_grad_batches": 3},
     "scales_the_loss": {"gradient_clip_val": 0.3, "precisions": ("16-mixed",)},
-    # Of what is unfrozen later DDP averages no gradients, so all ranks have the same rows.
-    "unfreezes": {"callbacks": lambda: [Unfreezes()], "max_epochs": 2, "use_distributed_sampler": False},
 }  # fmt: skip
 for number, (name, how) in enumerate(AROUND.items()):
     make = (muon, lambda m: prodigyopt.Prodigy(matrices(m)))[number % 2]
@@ -762,52 +728,36 @@ BLOCKS = {
 }
 
 
-class Configured(Regression):
-    """Under DDP, has what the blocks ask for; else another optimizer and scheduler."""
-
-    def __init__(self, blocks: tuple[str, ...]) -> None:
-        super().__init__()
-        self.head.bias.requires_grad_(False)
-        self.blocks, self.calls = blocks, 0
-
-    def configure_optimizers(self) -> Any:
-        self.calls += 1
-        is_ddp = not hasattr(self.trainer.strategy, "settings")
-        trained = [p for p in self.parameters() if p.requires_grad]
-        optimizer: Any = torch.optim.AdamW(trained, lr=0.05, weight_decay=0.1)
-        if not is_ddp and "optimizer" in self.blocks:
-            optimizer = SGD(self.parameters(), lr=3.0)
-        if "scheduler" not in self.blocks:
-            return optimizer
-        last = self.trainer.estimated_stepping_batches
-
-        def share(step: int) -> float:
-            count = max(step - 1, 0)
-            return count / 2 if count < 2 else (last - count) / (last - 2)
-
-        scheduler: Any = {"scheduler": LambdaLR(optimizer, share), "interval": "step"}
-        return [optimizer], [scheduler if is_ddp else LinearLR(optimizer, 0.125)]
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.notes.append(optimizer.param_groups[0]["lr"])
+def share(last: int, step: int) -> float:
+    count = max(step - 1, 0)
+    return count / 2 if count < 2 else (last - count) / (last - 2)
 
 
-def by_config(blocks: tuple[str, ...], play: Player) -> Trace:
-    """Blocks count more than the module, of which a line tells; and the run is resumed."""
-    how: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": 2}
-    module, again = Configured(blocks), Configured(blocks)
-    config = {name: BLOCKS[name] for name in blocks}
+def configured(blocks: tuple[str, ...], m: Any) -> Any:
+    """Return under DDP what the blocks ask for; else an optimizer and a scheduler that count less."""
+    is_ddp = not hasattr(m.trainer.strategy, "settings")
+    trained = [p for p in m.parameters() if p.requires_grad]
+    optimizer: Any = torch.optim.AdamW(trained, lr=0.05, weight_decay=0.1)
+    if not is_ddp and "optimizer" in blocks:
+        optimizer = SGD(m.parameters(), lr=3.0)
+    if "scheduler" not in blocks:
+        return optimizer
+    schedule = LambdaLR(optimizer, partial(share, m.trainer.estimated_stepping_batches))
+    scheduler: Any = {"scheduler": schedule, "interval": "step"}
+    return [optimizer], [scheduler if is_ddp else LinearLR(optimizer, 0.125)]
+
+
+def told(play: Player) -> Trace:
+    """A line tells that the module's own counts less."""
     with messages() as said:
-        play.fit(module, strategy=play.strategy(config=config), enable_checkpointing=True,
-                 callbacks=[ModelCheckpoint(play.folder, "{epoch}", save_top_k=-1)], **how)  # fmt: skip
+        trace = by_trainer(play)
     lines = [line for line in said if "is that of the DeepSpeed configuration" in line]
-    assert len(lines) == (play.rank == 0 and not play.is_ddp)
-    assert module.calls == (play.is_ddp or "optimizer" not in blocks)
-    path, strategy = f"{play.folder}/epoch=0.ckpt", play.strategy(config=config)
-    trace = play.fit(again, strategy=strategy, ckpt_path=path, **how)
-    trace.notes = [module.notes, again.notes]
-    return trace
+    assert bool(lines) == (play.rank == 0 and not play.is_ddp)
+    return dataclasses.replace(trace, saved=None)  # other schedulers have other states
 
 
 for blocks in (("optimizer", "scheduler"), ("scheduler",), ("optimizer",)):
-    case("optimizers", name=f"deepspeed_{'_and_'.join(blocks)}", loop=partial(by_config, blocks), ulps=256)  # fmt: skip
+    module = user(Regression, lambda m: m.head.bias.requires_grad_(False), configure_optimizers=lambda m, b=blocks: configured(b, m))  # fmt: skip
+    case("optimizers", module, f"deepspeed_{'_and_'.join(blocks)}", loop=told, settings=({"config": {b: BLOCKS[b] for b in blocks}},), save_at=1,
+         readers=("again",), max_epochs=3, accumulate_grad_batches=2, ulps=256,
+         moments={"on_before_optimizer_step": lambda m, optimizer: optimizer.param_groups[0]["lr"]})  # fmt: skip

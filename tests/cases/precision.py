@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.cases import user
-from tests.oracle.models import Of, chained
+from tests.oracle import models
 from tests.oracle.own_optimizers import Own
 from tests.oracle.play import case
 from tests.oracle.projects import WIDTH, Noted, Regression, rows
@@ -20,68 +21,34 @@ from tests.oracle.projects import WIDTH, Noted, Regression, rows
 # -- a language model in mixed precision -----------------------------------------------------------
 
 
-class Layer(nn.Module):
-    """Attention and a perceptron, each behind a norm; raw parameters, as GPT-2's linears have."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.weight = nn.Parameter(torch.randn(width, 2 * width) * 0.2)
-        self.bias = nn.Parameter(torch.zeros(2 * width))
-        self.out = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norms[0](x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        y = torch.addmm(self.bias, self.norms[1](x).flatten(0, 1), self.weight)
-        return x + self.out(F.gelu(y)).view(x.shape)
+def language_model(m: Any) -> None:
+    """A GPT whose head is its embedding's weight, a raw matrix, and notes of what modules return."""
+    m.net, m.head = models.GPT(), nn.Identity()
+    m.net.head.weight = m.net.embed.weight
+    m.matrix, m.bias = nn.Parameter(torch.randn(24, 24) * 0.2), nn.Parameter(torch.zeros(24))
+    for name, module in m.net.named_modules():
+        note = lambda _, given, out, n=name: m.notes.append(f"{n}: {out.dtype}")  # noqa: E731
+        module.register_forward_hook(note)
 
 
-def body(vocabulary: int = 11, length: int = 6, width: int = 8) -> nn.Module:
-    """A small GPT-2; its head is the embedding's weight."""
-
-    def forward(m: Any, text: Tensor) -> Tensor:
-        return m.head(m.norm(chained(m.layers, m.embedding(text) + m.position)))
-
-    embedding, position = nn.Embedding(vocabulary, width), nn.Parameter(torch.randn(length, width))
-    layers, head = [Layer(width) for _ in range(2)], nn.Linear(width, vocabulary, bias=False)
-    head.weight = embedding.weight
-    parts: dict[str, Any] = {"norm": nn.LayerNorm(width), "head": head}
-    return Of(forward, embedding=embedding, position=position, layers=layers, **parts)
-
-
-class GPT(Regression):
-    """Learns the next token, and notes the dtype of all that its modules return."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=0.01)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.net, self.head = body(), nn.Identity()
-        for name, module in self.net.named_modules():
-            module.register_forward_hook(lambda m, _, out, n=name: self.note(n, out))
-
-    def note(self, name: str, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple) else output
-        self.notes.append(f"{name}: {output.dtype}")
-
-    def loss(self, batch: Any) -> Tensor:
-        (text,) = batch
-        return F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+def next_token(m: Any, batch: Any) -> Tensor:
+    (text,) = batch
+    logits = m.net(text[:, :-1]).flatten(0, 1)
+    return F.cross_entropy(torch.addmm(m.bias, logits, m.matrix), text[:, 1:].flatten())
 
 
 def text() -> Any:
-    tokens = torch.randint(11, (16, 7), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(24, (16, 9), generator=torch.Generator().manual_seed(0))
     return (DataLoader(TensorDataset(tokens), batch_size=2),)
 
 
+GPT = user(Regression, language_model, loss=next_token)
 # Two numbers have one order in which they can be summed: these are DDP's bits.
 LANGUAGE: dict[str, Any] = {"max_steps": 4, "data": text, "bits": True}
 case("precision", GPT, "a_language_model", **LANGUAGE, stages=(1, 2, 3, 3), rests=True,
-     precisions=("bf16-mixed", "16-mixed", "bf16-mixed", "32-true"), settings=({"units": {Layer, nn.Embedding}},))  # fmt: skip
+     precisions=("bf16-mixed", "16-mixed", "bf16-mixed", "32-true"), settings=({"units": {models.TransformerBlock, nn.Embedding}},))  # fmt: skip
 case("precision", GPT, "a_language_model_in_fp32_weights", **LANGUAGE, precisions=("bf16-mixed",),
-     settings=({"units": {Layer}, "cast_weights": "none"},))  # fmt: skip
+     settings=({"units": {models.TransformerBlock}, "cast_weights": "none"},))  # fmt: skip
 
 
 # -- fp32 weights in steps -------------------------------------------------------------------------
@@ -95,7 +62,7 @@ class Slow(Noted):
 
 
 class Taught(Slow):
-    """A student with a teacher that follows it slowly, and with an average that is no module.
+    """A student with a teacher that follows it slowly.
 
     BYOL, DINO, MoCo: the teacher follows before it is called, or between two calls, or in a hook
     that Lightning runs between forward and backward.
@@ -104,9 +71,6 @@ class Taught(Slow):
     def __init__(self) -> None:
         super().__init__()
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
-
-    def on_fit_start(self) -> None:
-        self.average = [p.detach().clone() for p in self.net.parameters()]
 
     @torch.no_grad()
     def follow(self, *_: Any) -> None:
@@ -124,9 +88,6 @@ class Taught(Slow):
                 ours.data = ours.data * 0.999 + theirs.data * 0.001
         with torch.no_grad():
             target = self.teacher(batch[0])
-            for mean, parameter in zip(self.average, self.net.parameters(), strict=True):
-                mean.lerp_(parameter, 0.01)
-            torch._foreach_lerp_(self.average, [*self.net.parameters()], 0.01)
         out = self.net(batch[0])
         loss = F.mse_loss(self.head(out), batch[1]) + F.mse_loss(out, target)
         if batch_idx == 2:
@@ -134,86 +95,57 @@ class Taught(Slow):
             loss = loss + F.mse_loss(out, self.teacher(batch[0]).detach())
         return loss
 
-    def on_train_end(self) -> None:
-        self.notes = [mean.clone() for mean in self.average]
+
+@torch.no_grad()
+def decay(m: Any, *_: Any) -> None:
+    """Change weights that autocast casts between the forward and the end of the backward."""
+    for parameter in m.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(1 - 1e-4)
 
 
-class Changes(Slow):
-    """Weights that autocast casts are changed between the forward and the end of the backward."""
+@torch.no_grad()
+def sharpen(m: Any, batch: Any, batch_idx: int) -> None:
+    """Step as SAM: up to the worst neighbour, and down by the gradient that is there."""
 
-    @torch.no_grad()
-    def decay(self, *_: Any) -> None:
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(1 - 1e-4)
-
-    on_before_zero_grad = on_before_backward = on_after_backward = on_before_optimizer_step = decay
-
-
-class StepsByHand(Slow):
-    """Steps as SAM, by a rule of its own, and as an optimizer does in a method that is no `step`."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        (self.sharpen, self.subtract, self.add_data)[batch_idx % 3](batch)
-
-    def backward_of(self, batch: Any) -> None:
-        self.zero_grad()
+    def backward() -> list[Tensor]:
+        m.zero_grad()
         with torch.enable_grad():
-            self.manual_backward(self.loss(batch))
+            m.manual_backward(m.loss(batch))
+        return [p.grad for p in m.parameters()]
 
-    @torch.no_grad()
-    def sharpen(self, batch: Any) -> None:
-        """Go up to the worst neighbour, and down by the gradient that is there."""
-        self.backward_of(batch)
-        grads = [p.grad for p in self.parameters()]
-        scale = 0.001 / (torch.stack([g.norm() for g in grads]).norm() + 1e-12)
-        steps = [g.clone() * scale for g in grads]
-        torch._foreach_add_([*self.parameters()], steps)
-        self.backward_of(batch)
-        for parameter, step in zip(self.parameters(), steps, strict=True):
-            parameter.sub_(step)
-        self.optimizers().step()
-
-    @torch.no_grad()
-    def subtract(self, batch: Any) -> None:
-        self.backward_of(batch)
-        for parameter in self.parameters():
-            parameter -= 1e-4 * parameter.grad
-
-    def add_data(self, batch: Any) -> None:
-        self.backward_of(batch)
-        for parameter in self.optimizers().param_groups[0]["params"]:
-            parameter.data.add_(parameter.grad, alpha=-1e-4)
+    grads = backward()
+    scale = 0.001 / (torch.stack([g.norm() for g in grads]).norm() + 1e-12)
+    steps = [g.clone() * scale for g in grads]
+    torch._foreach_add_([*m.parameters()], steps)
+    for parameter, grad, step in zip(m.parameters(), backward(), steps, strict=True):
+        parameter.sub_(step)
+        parameter -= 1e-4 * grad
+    m.optimizers().step()
 
 
-class Adapted(Slow):
-    """Adapters are merged for each validation step, and unmerged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.down = nn.Parameter(0.01 * torch.randn(1, WIDTH))
-        self.up = nn.Parameter(0.01 * torch.randn(WIDTH, 1))
-
-    def merge(self, sign: int) -> None:
-        for weight in [self.head.weight, *(block.linear.weight for block in self.net.blocks)]:
-            product = self.up[: weight.shape[0]].float() * self.down[:, : weight.shape[1]]
-            weight.data += sign * product
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.merge(1)
-        super().validation_step(batch, batch_idx)
-        self.merge(-1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x @ self.up @ self.down
+def adapt(m: Any) -> None:
+    m.down = nn.Parameter(0.01 * torch.randn(1, WIDTH))
+    m.up = nn.Parameter(0.01 * torch.randn(WIDTH, 1))
 
 
-for use in (Taught, Changes, StepsByHand, Adapted):
-    precisions = ("bf16-mixed", "16-mixed") if use is Taught else ("bf16-mixed",)
-    case("precision", use, f"masters_{use.__name__}", stages=(1, 2, 3), precisions=precisions, max_epochs=2,
+def merge(sign: int, m: Any, *_: Any) -> None:
+    """Merge adapters for each validation step, and unmerge them."""
+    for weight in [m.head.weight, *(block.linear.weight for block in m.net.blocks)]:
+        product = m.up[: weight.shape[0]].float() * m.down[:, : weight.shape[1]]
+        weight.data += sign * product
+
+
+Adapted = user(Slow, adapt, forward=lambda m, x: Slow.forward(m, x) + x @ m.up @ m.down)
+MERGED = {"on_validation_batch_start": partial(merge, 1), "on_validation_batch_end": partial(merge, -1)}  # fmt: skip
+DECAYED = dict.fromkeys(("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"), decay)  # fmt: skip
+MASTERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "taught": (Taught, {}), "decayed": (Slow, DECAYED), "merged": (Adapted, MERGED),
+    "sharpened": (user(Slow, training_step=sharpen, automatic_optimization=False), {}),
+}  # fmt: skip
+for name, (module, moments) in MASTERS.items():
+    precisions = ("bf16-mixed", "16-mixed") if module is Taught else ("bf16-mixed",)
+    case("precision", module, f"masters_{name}", moments=moments, stages=(1, 2, 3), precisions=precisions, max_epochs=2,
          data=lambda: (rows(), rows(4, seed=1)), ulps=64, dtype=torch.float32)  # fmt: skip
 
 
@@ -254,10 +186,6 @@ class Made(Own):
         p.sub_(group["lr"] * grad / state["sum"].sqrt())
 
 
-def adagrad(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(params, lr, initial_accumulator_value=0.1)
-
-
 def states_at_start(m: Any) -> Any:
     (optimizer,) = m.trainer.optimizers
     leaves = [(k, v) for s in optimizer.state.values() for k, v in s.items() if k != "step"]
@@ -265,24 +193,18 @@ def states_at_start(m: Any) -> Any:
     return sorted({(k, str(t.dtype), float(t.max())) for k, t in tensors})
 
 
-for kind in (adagrad, Made):
-    case("precision", lambda k=kind: Regression(optimizer=k), f"states_made_by_{kind.__name__}", stages=(3, 2), ulps=16, save_at=1,
+KINDS = {"adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1), "Made": Made}
+for name, kind in KINDS.items():
+    case("precision", partial(Regression, optimizer=kind), f"states_made_by_{name}", stages=(3, 2), ulps=16, save_at=1,
          precisions=("bf16-mixed", "bf16-true"), dtype=torch.bfloat16, moments={"on_train_start": states_at_start})  # fmt: skip
 
 
-class ScaledByOther(Regression):
-    """Multiplies its loss by a parameter that it does not own, whose gradient is unscaled too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = [nn.Parameter(torch.ones(()))]
-
-    def loss(self, batch: Any) -> Tensor:
-        return super().loss(batch) * self.factor[0]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([*self.parameters(), *self.factor], lr=0.05)
-
-
-case("precision", ScaledByOther, precisions=("16-mixed",), max_steps=2, ulps=16,
+# The loss is multiplied by a parameter of no module, whose gradient is unscaled too.
+FACTORED = user(
+    Regression,
+    lambda m: setattr(m, "factor", [nn.Parameter(torch.ones(()))]),
+    loss=lambda m, batch: Regression.loss(m, batch) * m.factor[0],
+    configure_optimizers=lambda m: torch.optim.SGD([*m.parameters(), *m.factor], lr=0.05),
+)
+case("precision", FACTORED, "a_factor_of_no_module", precisions=("16-mixed",), max_steps=2, ulps=16, worlds=(1, 2),
      moments={"on_before_optimizer_step": lambda m, *_: float(m.factor[0].grad)})  # fmt: skip

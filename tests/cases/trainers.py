@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import copy
+import itertools
 import pickle
 import random
 import sys
@@ -22,74 +22,52 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    LearningRateMonitor,
-    Timer,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, Timer, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import Strategy
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_zero import ZeROStrategy
-from tests.cases import user
-from tests.oracle.by_trainer import Model, Rows
+from tests.cases import scheduled, user
 from tests.oracle.play import Player, case, widen
 from tests.oracle.projects import ByHand, Regression, Trace, rows
 
 
-def trainer_of(play: Player, **options: Any) -> Any:
-    options = {"max_steps": 2, "max_epochs": None, "use_distributed_sampler": False, **options}
-    return play.trainer(strategy=play.strategy(units="auto"), **options)
-
-
-def fit(play: Player, module: Any, ckpt_path: str | None = None, **options: Any) -> Any:
-    trainer = trainer_of(play, **options)
-    trainer.fit(module, Rows(), ckpt_path=ckpt_path)
-    return trainer
-
-
-def use_a_trainer_before_it_is_set_up(play: Player, path: str) -> Any:
-    torch.manual_seed(0)
-    module, other = Model(), Model()
-    trainer = trainer_of(play)
+@case("trainer")
+def use_a_trainer_before_it_is_set_up(play: Player) -> Trace:
+    module, other, path = Regression(), Regression(), str(play.folder / "saved.ckpt")
+    trainer = play.trainer()
     trainer.strategy.connect(module)
     trainer.save_checkpoint(path)
-    trainer = trainer_of(play)
+    trainer = play.trainer()
     trainer.strategy.connect(other)
     trainer._checkpoint_connector.resume_start(path)
     trainer._checkpoint_connector.restore_model()
-    fit(play, other)
-    return sorted(torch.load(path, weights_only=True)), [
-        float((a - b).detach().abs().sum())
-        for a, b in zip(module.parameters(), other.parameters(), strict=True)
-    ]
+    return play.fit(other, notes=sorted(torch.load(path, weights_only=True)))
 
 
-class Renaming(Model):
+class Renaming(Regression):
     """Stores a weight under another name, leaves one out, and reads weights as it loads them."""
 
     strict_loading = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = collections.Counter[str]()
+        self.calls: list[str] = []
         self.seen: list[float] = []
         self.register_buffer("scale", torch.ones(2))
-        self.register_load_state_dict_pre_hook(lambda *_: self.calls.update(["hook"]))
+        self.register_load_state_dict_pre_hook(lambda *_: self.calls.append("hook"))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         state = super().state_dict(*args, **kwargs)
         return {f"mine.{key}": value for key, value in state.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.calls["on_load_checkpoint"] += 1
+        self.calls.append("on_load_checkpoint")
         del checkpoint["state_dict"]["mine.net.blocks.0.linear.weight"]
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
-        self.calls["load"] += 1
+        self.calls.append("load")
         own = {key.removeprefix("mine."): value for key, value in state.items()}
         found = super().load_state_dict(own, strict)
         with torch.no_grad():
@@ -99,49 +77,19 @@ class Renaming(Model):
         self.seen += [float(self.net.blocks[0].linear.weight.sum()), *map(len, found)]
         return found
 
-    def predict_step(self, batch: Any, index: int) -> Any:
-        return float(self.net(batch[0][:, :-1]).sum())
 
-
-def load_in_a_way_of_ones_own(play: Player, path: str) -> Any:
-    torch.manual_seed(0)
-    fit(play, Renaming()).save_checkpoint(path)
-    found = []
-    torch.manual_seed(1)
-    resumed = Renaming()
-    fit(play, resumed, path, max_steps=4)
-    modules = {"validate": Renaming(), "test": Renaming(), "predict": Renaming()}
-    for call, module in modules.items():
-        result = getattr(trainer_of(play), call)(module, Rows(), ckpt_path=path)
-        found.append([round(value, 4) for value in result] if call == "predict" else ())
-    for module in (resumed, *modules.values()):
-        sums = [float(p.detach().sum()) for p in (*module.parameters(), module.scale)]
-        found.append((dict(module.calls), [round(value, 4) for value in module.seen + sums]))
-    return found
-
-
-class Finetuning(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.net.blocks[0])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.net.blocks[0], optimizer)
-
-
-finetuned = user(Model, configure_optimizers=lambda m: torch.optim.Adam([p for p in m.parameters() if p.requires_grad]))  # fmt: skip
-
-
-def resume_finetuning(play: Player, path: str) -> Any:
-    epochs = {"limit_train_batches": 2, "max_steps": -1}
-    trainer = fit(play, finetuned(), callbacks=[Finetuning()], max_epochs=2, **epochs)
+@case("trainer", ulps=16)
+def load_in_a_way_of_ones_own(play: Player) -> Trace:
+    path, modules = str(play.folder / "saved.ckpt"), [Renaming() for _ in range(4)]
+    trainer = play.trainer(max_steps=2)
+    trainer.fit(Renaming(), rows())
     trainer.save_checkpoint(path)
-    # A module whose optimizer has all parameters, so that the callback repeats some.
-    sizes = []
-    for module in (finetuned(), Model()):
-        trainer = fit(play, module, path, callbacks=[Finetuning()], max_epochs=3, **epochs)
-        sizes.append([len(group["params"]) for group in trainer.optimizers[0].param_groups])
-    return sizes
+    notes = []
+    for module, call in zip(modules, ("validate", "test", "predict"), strict=False):
+        notes.append(getattr(play.trainer(), call)(module, rows(), ckpt_path=path))
+    trace = play.fit(modules[3], ckpt_path=path, max_steps=4)
+    trace.notes = [*notes, *([m.calls, m.seen, list(m.parameters()), m.scale] for m in modules)]
+    return trace
 
 
 _PATCHED = {
@@ -152,29 +100,21 @@ _PATCHED = {
     nn.utils: ("clip_grad_norm_", "clip_grad_value_"),
 }
 """What tests and projects patch or seed."""
+HOOKS = (
+    "setup", "on_fit_start", "on_before_backward", "on_after_backward", "on_train_batch_end", "on_validation_batch_end",
+    "on_train_end", "teardown",
+)  # fmt: skip
 
 
-class Seeded(Model):
-    """Notes the states of global generators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.states: list[Any] = []
-
-    def note(self, *args: Any, **kwargs: Any) -> None:
-        numpys, torchs = np.random.get_state()[1], torch.get_rng_state()
-        states = random.getstate(), numpys.tolist(), torchs.tolist()
-        self.states.append(zlib.crc32(pickle.dumps(states)))
-
-    on_before_optimizer_step = on_train_batch_start = on_before_zero_grad = note
-    setup = on_fit_start = on_train_start = on_train_batch_end = on_fit_end = note
+def generators(*_: Any) -> int:
+    """Sum up the states of global generators, which nothing of ours changes."""
+    numpys, torchs = np.random.get_state()[1], torch.get_rng_state()
+    return zlib.crc32(pickle.dumps((random.getstate(), numpys.tolist(), torchs.tolist())))
 
 
-def patch_functions(play: Player, path: str) -> Any:
-    """Nothing of ours reads clocks and global generators by these names, or changes a generator.
-
-    Functions that clip are called as often as under DDP.
-    """
+@case("trainer")
+def patch_functions(play: Player) -> Trace:
+    """Nothing of ours reads clocks and global generators by these names; clipping is called as under DDP."""
     callers: list[str] = []
 
     def noted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,24 +126,20 @@ def patch_functions(play: Player, path: str) -> Any:
 
         return call
 
-    modules = Seeded(), Seeded()
+    note = lambda trainer, *_, **__: module.notes.append(generators())  # noqa: E731
     pl.seed_everything(3)
     with pytest.MonkeyPatch.context() as patch:
         for owner, names in _PATCHED.items():
             for each in names:
                 patch.setattr(owner, each, noted(getattr(owner, each)))
-        modules[0].note()
-        for module, kind in zip(modules, ("norm", "value"), strict=True):
-            fit(play, module, gradient_clip_val=0.05, gradient_clip_algorithm=kind)
-    return callers, [(module.states, [round(loss, 4) for loss in module.losses]) for module in modules]  # fmt: skip
-
-
-def used(use: Callable[[Player, str], Any], play: Player) -> Trace:
-    return Trace({}, notes=use(play, str(play.folder / "saved.ckpt")))
-
-
-for use in (use_a_trainer_before_it_is_set_up, load_in_a_way_of_ones_own, resume_finetuning, patch_functions):  # fmt: skip
-    case("trainer", name=use.__name__, loop=partial(used, use))
+        for kind in ("norm", "value"):
+            module = Regression()
+            callbacks = [LambdaCallback(**dict.fromkeys(HOOKS, note))]
+            how = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": kind}
+            trace = play.fit(module, callbacks=callbacks, **how)
+            callers += module.notes
+    trace.notes = callers
+    return trace
 
 
 case("trainer", user(configure_optimizers=lambda m: None), "Unoptimized", max_epochs=2, save_at=1, readers=("again",),
@@ -222,43 +158,32 @@ OVERRIDDEN = (
 """Methods of ours: a patch of Lightning's has no effect, and no recursion."""
 
 
-@case("trainer", ulps=64)
-def patch_methods_of_the_strategy(play: Player) -> Trace:
-    notes, path = [], str(play.folder / "saved.ckpt")
-    for module in (Regression(), ByHand()):
-        trainer = play.trainer(enable_checkpointing=False)
-        with ExitStack() as patches:
-            mocks = []
-            for name in (*COUNTED, *OVERRIDDEN):
-                given: dict[str, Any] = {"wraps": getattr(trainer.strategy, name)}
-                if play.is_ddp:  # its own methods call these
-                    given = {"autospec": True, "side_effect": getattr(Strategy, name)}
-                patch = mock.patch.object(Strategy, name, **given)
-                mocks.append(patches.enter_context(patch))
-            trainer.fit(module, rows(8), rows(4))
-            trainer.save_checkpoint(path)
-            trainer.test(module, rows(4), ckpt_path=path, verbose=False)
-            trainer.predict(module, rows(4))
-            trainer.fit_loop.max_epochs = 2
-            trainer.fit(module, rows(8), rows(4), ckpt_path=path)
-            trainer.strategy.remove_checkpoint(path)
-        calls = [each.call_count for each in mocks[: len(COUNTED)]]
-        assert all(calls)
-        notes.append([calls, play.trace(module).params])
-    return Trace({}, notes=notes)
+def patched(make: Any, play: Player) -> Trace:
+    path, module, trainer = str(play.folder / "saved.ckpt"), make(), play.trainer()
+    with ExitStack() as patches:
+        mocks = []
+        for name in (*COUNTED, *OVERRIDDEN):
+            given: dict[str, Any] = {"wraps": getattr(trainer.strategy, name)}
+            if play.is_ddp:  # its own methods call these
+                given = {"autospec": True, "side_effect": getattr(Strategy, name)}
+            mocks.append(patches.enter_context(mock.patch.object(Strategy, name, **given)))
+        trainer.fit(module, rows(8), rows(4))
+        trainer.save_checkpoint(path)
+        trainer.test(module, rows(4), ckpt_path=path, verbose=False)
+        trainer.predict(module, rows(4))
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, rows(8), rows(4), ckpt_path=path)
+        trainer.strategy.remove_checkpoint(path)
+    calls = [each.call_count for each in mocks[: len(COUNTED)]]
+    assert all(calls)
+    return play.trace(module, trainer, calls)
+
+
+for make in (Regression, ByHand):
+    case("trainer", name=f"patch_methods_{make.__name__}", loop=partial(patched, make), ulps=64)
 
 
 # -- copies ----------------------------------------------------------------------------------------
-
-HOOKS = (
-    "setup", "on_fit_start", "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
-    "on_train_batch_end", "on_validation_batch_end", "on_train_end", "on_fit_end", "teardown",
-)  # fmt: skip
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.deepcopy,
-    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
-}
-
 
 FAILED: set[str] = set()
 """What DDP cannot copy where."""
@@ -276,25 +201,24 @@ class Copier(Callback):
     def copy_all(self, hook: str, trainer: Trainer, module: Any) -> None:
         if any(key.startswith(hook) for key in self.found):
             return
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         things: dict[str, Any] = {
-            "trainer": trainer, "strategy": trainer.strategy, "callbacks": callbacks, "module": module,
+            "trainer": trainer, "strategy": trainer.strategy, "callbacks": trainer.callbacks, "module": module,  # type: ignore[attr-defined]
             "loggers": trainer.loggers, "optimizers": trainer.optimizers,
             "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
         }  # fmt: skip
-        if hook in ("on_fit_end", "teardown"):  # an optimizer whose run has ended is refused
+        if hook == "teardown":  # an optimizer whose run has ended is refused
             del things["optimizers"], things["schedulers"]
-        for name, thing in things.items():
-            for way, do in WAYS.items():
-                place = f"{hook}, {name}, {way}"
+        ways = {"copy": copy.deepcopy, "pickle": lambda thing: pickle.loads(pickle.dumps(thing))}
+        for (name, thing), way in itertools.product(things.items(), ways):
+            place = f"{hook}, {name}, {way}"
+            try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
-                    try:
-                        self.found[place] = values_of(name, do, thing)
-                    except Exception:
-                        if isinstance(trainer.strategy, ZeROStrategy) and place not in FAILED:
-                            raise
-                        FAILED.add(place)
+                    self.found[place] = values_of(name, ways[way](thing), thing)
+            except Exception:
+                if isinstance(trainer.strategy, ZeROStrategy) and place not in FAILED:
+                    raise
+                FAILED.add(place)
 
     def __getattribute__(self, name: str) -> Any:
         if name not in HOOKS:
@@ -302,9 +226,8 @@ class Copier(Callback):
         return lambda trainer, module, *_, **__: self.copy_all(name, trainer, module)
 
 
-def values_of(name: str, do: Callable[[Any], Any], thing: Any) -> Any:
+def values_of(name: str, copied: Any, thing: Any) -> Any:
     """Return what is compared of a copy."""
-    copied = do(thing)
     if name == "module":
         return [p.detach().clone() for p in copied.parameters()]
     if name == "optimizers":
@@ -317,14 +240,19 @@ def values_of(name: str, do: Callable[[Any], Any], thing: Any) -> Any:
     return None if average is None else [p.detach().clone() for p in average.parameters()]
 
 
+class Scheduled(Regression):
+    def configure_optimizers(self) -> Any:
+        return scheduled(super().configure_optimizers())
+
+
 @case("trainer")
 def copies_at_any_moment(play: Player) -> Trace:
     """Deep copies and pickles of a Trainer and its parts."""
-    copier, module = Copier(), Model()
-    callbacks = [copier, LearningRateMonitor(), WeightAveraging(), Timer(), Finetuning()]
+    copier, module = Copier(), Scheduled()
+    callbacks = [copier, LearningRateMonitor(), WeightAveraging(), Timer()]
     how: dict[str, Any] = {"val_check_interval": 2, "limit_val_batches": 1, "max_steps": 3}
-    trainer = trainer_of(play, callbacks=callbacks, logger=CSVLogger(play.folder), **how)
-    trainer.fit(module, Rows(), Rows())
+    trainer = play.trainer(callbacks=callbacks, logger=CSVLogger(play.folder), **how)
+    trainer.fit(module, rows(), rows(8))
     found = {place: value for place, value in copier.found.items() if place not in FAILED}
-    assert len(found) > 70
+    assert len(found) > 50
     return Trace({}, notes=found)

@@ -17,17 +17,19 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, WeightAveraging
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jvp, linearize, vmap
+from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.overrides import BaseTorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import BaseTorchDispatchMode
 
-import lightning_zero
+from lightning_zero import ZeROStrategy, full_grad, gathered, join
 from tests.cases import scheduled, user
 from tests.oracle.eight_bits import quantize
+from tests.oracle.models import Block
 from tests.oracle.play import UNUSED, Player, case, widen
-from tests.oracle.projects import WIDTH, Noted, Regression, Trace, rows
+from tests.oracle.projects import WAYS, WIDTH, ByHand, Noted, Regression, Trace, rows
 
 SHORT: dict[str, Any] = {"data": lambda: (rows(), rows(4, seed=1)), "max_epochs": 2}
 
@@ -80,21 +82,15 @@ class Averaging(Noted):
         self.notes.append({name: value.clone() for name, value in self.average.items()})
 
 
-def orthogonal(m: Any) -> None:
-    """Keep a weight orthogonal, from the beginning or as soon as it trains."""
-    if not nn.utils.parametrize.is_parametrized(m.head):
-        nn.utils.parametrizations.orthogonal(m.head)
-
-
 @case("weights in hooks")
 def orthogonal_amid_a_run(play: Player) -> Trace:
-    module = user(Regression, on_fit_start=orthogonal)()
-    if play.is_ddp:  # it leaves out of its averages what lies in other memory than when it began
-        orthogonal(module)
-    return play.fit(module, max_steps=3)
+    orthogonal = lambda m: nn.utils.parametrizations.orthogonal(m.head) and None  # noqa: E731
+    # DDP leaves out of its averages what lies in other memory than when it began.
+    how = {"build" if play.is_ddp else "on_fit_start": orthogonal}
+    return play.fit(user(Regression, **how)(), max_steps=3)
 
 
-def _by_numpy(p: Tensor) -> None:
+def by_array(p: Tensor) -> None:
     array = p.detach().numpy()
     array *= 0.98
 
@@ -106,7 +102,7 @@ EDITS: list[Callable[[Any], Any]] = [
     lambda p: setattr(p, "data", 0.98 * p.data),
     lambda p: p.copy_(0.98 * p),
     lambda p: p.div_(p.norm().clamp_min(1.0)),
-    _by_numpy,
+    by_array,
     lambda p: p.__setitem__(0, p.data[0].mul(0.9)),
 ]
 """Ways to change a parameter in place."""
@@ -123,12 +119,6 @@ def edit_all(m: Any, *_: Any) -> float:
     for index, parameter in enumerate(m.parameters()):
         EDITS[(index + m.num_edits) % len(EDITS)](parameter)
     return sum(float(p.detach().norm()) for p in m.parameters())
-
-
-def averaged() -> Noted:
-    module = Noted()
-    module.average = AveragedModel(module.net).requires_grad_(False)  # sharded, too
-    return module
 
 
 @torch.no_grad()
@@ -155,15 +145,18 @@ def save(m: Any) -> Any:
     return saved(m)
 
 
+# Weights that hooks edit or read in half precision would be off by thousands of fp32's roundings.
+MASTERS: dict[str, Any] = {"precisions": ("bf16-mixed",), "stages": (1, 2, 3), "dtype": torch.float32, "ulps": 64}  # fmt: skip
 EDITED: dict[str, Any] = {"moments": dict.fromkeys(EDITING_HOOKS, edit_all), **SHORT}
-AVERAGED: dict[str, Any] = {"data": SHORT["data"], "max_epochs": 3, "ulps": 64}
-for name, module, how in (("edits", Noted, EDITED), ("averages", Averaging, AVERAGED)):
-    case("weights in hooks", module, name, **how, worlds=(1, 2), stages=(1, 2, 3))
-    case("weights in hooks", module, f"{name}_of_masters", **how, precisions=("bf16-mixed",), stages=(1, 2, 3))  # fmt: skip
-    case("weights in hooks", module, f"{name}_accumulating", **{**how, "ulps": 64}, accumulate_grad_batches=2)  # fmt: skip
+AVERAGING: dict[str, Any] = {"data": SHORT["data"], "max_epochs": 3}
+for name, module, how in (("edits", Noted, EDITED), ("averages", Averaging, AVERAGING)):
+    case("weights in hooks", module, name, **how, worlds=(1, 2), stages=(1, 2, 3), ulps=64 * (name == "averages"))  # fmt: skip
+    case("weights in hooks", module, f"{name}_of_masters", **how, **MASTERS, limit_train_batches=3)
+    case("weights in hooks", module, f"{name}_accumulating", **how, ulps=64, accumulate_grad_batches=2)  # fmt: skip
 case("weights in hooks", Noted, "edits_of_copies", **EDITED, worlds=(4,), precisions=("32-true", "bf16-mixed"),
      settings=({"shard": 2},), ulps=64)  # fmt: skip
-case("weights in hooks", averaged, "of_torch", **SHORT, moments={"on_train_batch_end": average_by_torch})  # fmt: skip
+AVERAGED = user(build=lambda m: setattr(m, "average", AveragedModel(m.net).requires_grad_(False)))
+case("weights in hooks", AVERAGED, "of_torch", **SHORT, moments={"on_train_batch_end": average_by_torch})  # fmt: skip
 case("weights in hooks", Noted, "saves", **SHORT, moments={"on_train_epoch_end": save})
 case("weights in hooks", Noted, "saves_of_one_rank", **SHORT, stages=(1, 2),
      moments={"on_train_epoch_end": lambda m: None if m.global_rank else save(m)})  # fmt: skip
@@ -189,43 +182,33 @@ case("weights in hooks", CLAMPED, "clamps_in_steps", max_steps=3, stages=(1, 2, 
      transports=("windows", "point to point", "backend"))  # fmt: skip
 
 
-class EditsInSteps(Noted):
-    """Changes weights before a forward, where torch allows it also behind one, and in validation."""
-
-    @torch.no_grad()
-    def edit(self, ways: Iterable[int]) -> None:
-        for parameter, how in zip(self.parameters(), itertools.cycle(ways), strict=False):
-            EDITS[how % len(EDITS)](parameter)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.edit(range(batch_idx, batch_idx + 8))
-        if batch_idx == 1:
-            self.load_state_dict({n: 0.98 * value for n, value in self.state_dict().items()})
-        loss = super().training_step(batch, batch_idx)
-        self.edit([0])
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.edit(range(8))
-        super().validation_step(batch, batch_idx)
+@torch.no_grad()
+def edit(m: Any, ways: Iterable[int]) -> None:
+    for parameter, how in zip(m.parameters(), itertools.cycle(ways), strict=False):
+        EDITS[how % len(EDITS)](parameter)
 
 
-class EditsBehindSteps(EditsInSteps):
-    """Changes weights right after the optimizer's step, before the new ones have arrived."""
-
-    automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss := self.loss(batch))
-        optimizer.step()
-        self.losses.append(loss.item())
-        self.edit(range(batch_idx, batch_idx + 8))
+def edit_around(m: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Change weights before a forward, and where torch allows it also behind one."""
+    edit(m, range(batch_idx, batch_idx + 8))
+    if batch_idx == 1:
+        m.load_state_dict({n: 0.98 * value for n, value in m.state_dict().items()})
+    loss = Noted.training_step(m, batch, batch_idx)
+    edit(m, [0])
+    return loss
 
 
-for module in (EditsInSteps, EditsBehindSteps):
-    case("weights in hooks", module, **SHORT, stages=(1, 2, 3))
+def edit_behind(m: Any, batch: Any, batch_idx: int) -> None:
+    """Change weights right after the optimizer's step, before the new ones have arrived."""
+    ByHand.training_step(m, batch, batch_idx)
+    edit(m, range(batch_idx, batch_idx + 8))
+
+
+IN_STEPS = {"around": user(training_step=edit_around), "behind": user(ByHand, training_step=edit_behind)}  # fmt: skip
+MOMENT = {"moments": {"on_validation_batch_start": lambda m, *_: edit(m, range(8))}}
+for name, module in IN_STEPS.items():
+    case("weights in hooks", module, f"edits_{name}_steps", **SHORT, **MOMENT, stages=(1, 2, 3))
+case("weights in hooks", module, "edits_of_masters_behind_steps", **SHORT, **MOMENT, **MASTERS)
 
 
 # -- every use in every hook -----------------------------------------------------------------------
@@ -281,41 +264,33 @@ def detached(value: Any) -> Any:
 THREE: dict[str, Any] = {"data": SHORT["data"], "max_steps": 3}
 # What is read in one hook must not be there for the next: every other one reads.
 for number in range(2):
-    case("weights in hooks", Noted, f"reads_{number}", moments=dict.fromkeys(MOMENTS[number::2], read_all), **THREE)  # fmt: skip
+    case("weights in hooks", Noted, f"reads_{number}", moments=dict.fromkeys(MOMENTS[number::2], read_all), **THREE,
+         stages=(3, 1 + number, 3), precisions=("32-true", "bf16-mixed", "bf16-mixed"))  # fmt: skip
 
 
-class ReadsInSteps(Noted):
-    def loss(self, batch: Any) -> Tensor:
-        self.notes.append(read_all(self))
-        loss = super().loss(batch)
-        self.notes.append(read_all(self))
-        return loss
+def read_around(m: Any, batch: Any) -> Tensor:
+    before, loss, after = read_all(m), Noted.loss(m, batch), read_all(m)
+    m.notes += [before, after]
+    return loss
 
 
-case("weights in hooks", ReadsInSteps, **THREE, stages=(1, 2, 3))
-
-
-for moment in ("on_after_backward", "on_train_batch_end"):
-    case("weights in hooks", Noted, f"reads_masters_{moment}", moments={moment: read_all}, **THREE, stages=(1, 2, 3),
-         precisions=("bf16-mixed",))  # fmt: skip
+case("weights in hooks", user(loss=read_around), "reads_in_steps", **THREE, stages=(1, 2, 3))
 
 
 # -- Lightning's averages --------------------------------------------------------------------------
 
 
-class Averaged(Regression):
-    """SGD with momentum, a buffer that training changes, and notes of what validation saw."""
+def partly_frozen(m: Any) -> None:
+    m.net.blocks[1].norm = nn.BatchNorm1d(WIDTH)  # a buffer that training changes
+    m.head.bias.requires_grad_(False)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net.blocks[1].norm = nn.BatchNorm1d(WIDTH)
-        self.head.bias.requires_grad_(False)
 
-    def configure_optimizers(self) -> Any:
-        return scheduled(torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9), 0.8, "epoch")
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.notes.append(self.loss(batch).item())
+Averaged = user(
+    Regression,
+    partly_frozen,
+    configure_optimizers=lambda m: scheduled(SGD(m.parameters(), 0.1, momentum=0.9), 0.8, "epoch"),
+    validation_step=lambda m, batch, _: m.notes.append(m.loss(batch).item()),
+)
 
 
 def towards_unit_norm(average: Tensor, current: Tensor, num_averaged: Tensor) -> Tensor:
@@ -375,19 +350,6 @@ def maml(module: Regression, batch: list[Tensor]) -> Tensor:
     return vmap(outer)(x, y).mean()
 
 
-def functional_loss(module: Regression) -> Callable[..., Tensor]:
-    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(functional_call(module, parameters, (x,)), y)
-
-    return loss
-
-
-def gradients_of_each_row(module: Regression, batch: list[Tensor]) -> Tensor:
-    parameters = {name: p.detach() for name, p in module.named_parameters()}
-    grads = vmap(grad(functional_loss(module)), (None, 0, 0))(parameters, *batch)
-    return Regression.loss(module, batch) * sum(each.pow(2).sum() for each in grads.values())
-
-
 def by_inputs(module: Regression, batch: list[Tensor]) -> Tensor:
     loss = lambda x: Regression.loss(module, (x, batch[1]))  # noqa: E731
     out, tangent = jvp(module, (batch[0],), (batch[1],))
@@ -396,14 +358,9 @@ def by_inputs(module: Regression, batch: list[Tensor]) -> Tensor:
     return F.mse_loss(out, batch[1]) + tangent.pow(2).mean() + curvature + penalty
 
 
-def linearized(module: Regression, batch: list[Tensor]) -> Tensor:
-    out, tangent = linearize(module, batch[0])
-    return out.pow(2).mean() + tangent(batch[1]).pow(2).mean()
-
-
-for transform in (linearized, maml, gradients_of_each_row, by_inputs):
+for transform in (maml, by_inputs):
     case("transforms", user(Regression, loss=transform), transform.__name__, max_steps=2, ulps=64, ddp=UNUSED, stages=(1, 2),
-         is_slow=transform is linearized)  # fmt: skip
+         transports=tuple(WAYS))  # fmt: skip
 
 
 # -- contexts --------------------------------------------------------------------------------------
@@ -465,7 +422,7 @@ class Visited(Regression):
         optimizer.zero_grad()
         self.run(lambda: self.manual_backward(loss))
         self.do(lambda: self.head.weight.grad.sum())
-        self.do(lambda: lightning_zero.full_grad(self.head.weight))
+        self.do(lambda: full_grad(self.head.weight))
         self.run(lambda: self.clip_gradients(optimizer, 0.1, "norm"))
         self.run(optimizer.step)
         self.losses.append(loss.item())
@@ -482,7 +439,7 @@ class Visited(Regression):
         self.notes += [saved["state_dict"], saved["optimizer_states"][0]["state"]]
 
     def whole_bias(self) -> Tensor:
-        with lightning_zero.gathered(self):
+        with gathered(self):
             return self.head.bias.sum()
 
 
@@ -526,12 +483,6 @@ def read_between(module: Regression) -> Tensor:
     return first + torch.autograd.grad(total, scale)[0] + norms
 
 
-def scaled_in_gathered(module: Regression) -> Tensor:
-    with lightning_zero.gathered(module):
-        scale, total = scaled(module)
-        return torch.autograd.grad(total, scale)[0]
-
-
 def kept_by_one_rank(module: Regression) -> Tensor:
     """Ranks whose graphs differ still gather the same weights."""
     scale, total = scaled(module)
@@ -542,7 +493,7 @@ def kept_by_one_rank(module: Regression) -> Tensor:
     return sum(norms) + found
 
 
-for graph in (by_weights, read_between, scaled_in_gathered, kept_by_one_rank):
+for graph in (by_weights, read_between, kept_by_one_rank):
     case("weights in hooks", Noted, f"graph_{graph.__name__}", max_steps=2, ulps=64,
          moments={"on_train_batch_end": lambda m, *_, g=graph: g(m).detach()})  # fmt: skip
 
@@ -559,44 +510,161 @@ def keep_a_graph(m: Any, *_: Any) -> Any:
     return None
 
 
-def frozen_head() -> Regression:
-    module = Regression()
-    module.head.requires_grad_(False)
-    return module
-
-
 LATE: dict[str, Any] = {"max_steps": 2, "moments": {"on_train_batch_end": keep_a_graph}}
 case("weights in hooks", Regression, "a_graph_of_weights_that_are_gone", **LATE, stages=(1, 2, 3),
      precisions=("32-true", "bf16-mixed", "32-true"))  # fmt: skip
-case("weights in hooks", frozen_head, "a_graph_of_weights_not_stepped", **LATE, stages=(1, 2))
+case("weights in hooks", user(Regression, lambda m: m.head.requires_grad_(False)), "a_graph_of_weights_not_stepped", **LATE,
+     stages=(1, 2))  # fmt: skip
 
 
-class Quantized(Regression):
-    """A frozen body in eight bits, whose numbers DDP and every stage keep whole."""
+# -- gathered, moved, lent or kept, and read later --------------------------------------------------
 
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.net.blocks:
-            quantize(block.linear)
+EVERY: dict[str, Any] = {"max_steps": 3, "stages": (1, 2, 3)}
 
 
-case("weights in hooks", Quantized, "frozen_weights_in_eight_bits", max_steps=3, stages=(1, 2, 3),
+def is_ours(module: Any) -> bool:
+    return isinstance(module.trainer.strategy, ZeROStrategy)
+
+
+@torch.no_grad()
+def moved(p: Tensor) -> None:
+    """Change the storage, as cuDNN's RNNs do when they flatten their weights."""
+    p.set_(0.98 * p)  # type: ignore[call-overload]
+
+
+def edited_gathered(m: Any, *_: Any) -> Any:
+    """Edit what is gathered, on rank 0 in each way; DDP would not average what is moved."""
+    ways = EDITS[3], by_array, moved
+    with gathered(m, modify=True):
+        for number, parameter in enumerate(m.parameters()):
+            if not is_ours(m):
+                parameter.data.mul_(0.98)
+            elif m.global_rank == 0:
+                ways[number % 3](parameter)
+    with gathered(m), gathered(m.head):
+        return float(m.head.bias.sum())
+
+
+def move_first(m: Any, batch: Any) -> Tensor:
+    """Move the weights before every forward."""
+    for parameter in m.parameters():
+        moved(parameter) if is_ours(m) else parameter.data.mul_(0.98)
+    return Noted.loss(m, batch)
+
+
+class Keeping(Block):
+    """Keeps views of its weight from its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = [self.linear.weight.data, self.linear.weight.detach()[1:]]
+        return super().forward(x)
+
+
+def note_views(m: Any, *_: Any) -> None:
+    m.notes.append([view.clone() for view in m.net.blocks[1].kept])
+
+
+def step_with_views(m: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Read views that were taken of gathered weights, when these may be gone."""
+    with gathered(m):
+        views = [p.detach() for p in m.parameters()]
+    loss = Noted.training_step(m, batch, batch_idx)
+    m.notes.append([view.clone() for view in views])
+    return loss
+
+
+def snapshot(m: Any, *_: Any) -> None:
+    """Keep what is read between steps, which is a snapshot; DDP's goes on changing."""
+    state, views = m.state_dict(), [p.detach()[:1] for p in m.parameters()]
+    arrays = [torch.from_numpy(p.detach().numpy()) for p in m.parameters()]
+    if is_ours(m):
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in state.values())
+    found = state, views, arrays
+    m.notes.append(found if is_ours(m) else copy.deepcopy(found))
+
+
+@torch.no_grad()
+def read_alone(m: Any, *_: Any) -> Any:
+    """Weights that are whole on each rank need no other rank, over any transport."""
+    if m.global_rank == 0:
+        return None
+    return float(sum(p.sum() for p in m.parameters())), m(torch.ones(2, WIDTH))
+
+
+def measure_alone(m: Any, *_: Any) -> None:
+    """Call a module without parameters on one rank only."""
+    if m.global_rank == 0:
+        zeros = torch.zeros(2)
+        assert m.metric(zeros, zeros) == 0
+
+
+@torch.no_grad()
+def join_unevenly(m: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    """Call the module, or a part, as often as each rank likes; then all go on together."""
+    with join(m):
+        x = batch[0]
+        for _ in range(3 * m.global_rank + batch_idx):
+            x = m(x)
+        if m.global_rank == 1:
+            x = m.net.blocks[2](x)
+    m.notes += [x, m(torch.ones(2, WIDTH))]
+
+
+def double(m: Any) -> None:
+    """Put a user's function in the place of a unit's forward, which copies keep."""
+    plain = m.net.blocks[1].forward
+    m.net.blocks[1].forward = lambda x: 2 * plain(x)
+
+
+@torch.no_grad()
+def call_a_copy(m: Any, *_: Any) -> Tensor:
+    return copy.deepcopy(m.net.blocks[1])(torch.ones(2, WIDTH))
+
+
+class Digits(Noted):
+    """Edits an element of each parameter between steps and in one; no other loses a digit."""
+
+    @torch.no_grad()
+    def edit(self, value: float) -> None:
+        expected = {name: x.clone() for name, x in self.state_dict().items()}
+        for name, parameter in self.named_parameters():
+            parameter.view(-1)[0] = expected[name].view(-1)[0] = value
+        assert all(torch.equal(x, expected[name]) for name, x in self.state_dict().items())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.edit(0.5)
+        with gathered(self, modify=True):
+            self.edit(0.25)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for value in (0.75, 0.125):  # the scale of a block is another one the second time
+            self.edit(value)
+        return super().training_step(batch, batch_idx)
+
+
+# Ranks broadcast a module's buffers together.
+JOINS = user(build=lambda m: m.register_buffer("shift", torch.zeros(WIDTH)))
+METERED = user(build=lambda m: m.add_module("metric", nn.MSELoss()))
+EVERYWHERE: dict[str, Any] = {**EVERY, "transports": tuple(WAYS)}
+AFTER_BATCHES: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
+    "edited_gathered": ("weights in hooks", Noted, edited_gathered, EVERY),
+    "snapshots": ("weights in hooks", Noted, snapshot, {**EVERY, "worlds": (1, 2)}),
+    "read_alone": ("weights in hooks", Noted, read_alone, {**EVERYWHERE, "stages": (1, 2, 1)}),
+    "metered": ("weights in hooks", METERED, measure_alone, EVERYWHERE),
+    "joins": ("loops", JOINS, join_unevenly, {**EVERYWHERE, "worlds": (2, 3), "ulps": 8}),
+    "doubling": ("recompute", user(build=double), call_a_copy, {"max_steps": 2, "settings": ({"activation_checkpointing": True},)}),
+}  # fmt: skip
+for name, (feature, module, use, how) in AFTER_BATCHES.items():
+    case(feature, module, name, **how, moments={"on_train_batch_end": use})
+case("weights in hooks", user(loss=move_first), "moved", **EVERY)
+KEEPING = user(build=lambda m: m.net.blocks.__setitem__(1, Keeping(WIDTH)), training_step=step_with_views)  # fmt: skip
+case("weights in hooks", KEEPING, "views", **EVERY, settings=({"units": {Block, Keeping}},), data=SHORT["data"],
+     moments=dict.fromkeys(("on_before_backward", "on_before_optimizer_step", "on_validation_batch_end"), note_views))  # fmt: skip
+case("weights in hooks", Digits, max_steps=3, ulps=2**20, settings=({"gather_bits": 8, "reduce_bits": 8},), stages=(3,),
+     transports=("point to point",))  # fmt: skip
+# A frozen body in eight bits, whose numbers DDP and every stage keep whole.
+QUANTIZED = user(Regression, lambda m: [quantize(block.linear) for block in m.net.blocks])
+case("weights in hooks", QUANTIZED, "frozen_weights_in_eight_bits", max_steps=3, stages=(1, 2, 3),
      precisions=("32-true", "32-true", "bf16-mixed"), rests=True, save_at=1)  # fmt: skip
 widen("by_inputs", "within_profiler")
 widen("average_mean", worlds=(1, 2))
-
-
-def measure(m: Any, *_: Any) -> None:
-    """Call modules without parameters, a metric and a loss, on one rank only."""
-    if m.global_rank == 0:
-        zeros = torch.zeros(2)
-        assert m.metric(zeros, zeros) == m.others[0](zeros, zeros) == 0
-
-
-def metered() -> Regression:
-    module = Regression()
-    module.metric, module.others = nn.MSELoss(), nn.ModuleList([nn.L1Loss()])
-    return module
-
-
-case("weights in hooks", metered, max_steps=2, transports=("point to point", "backend"), moments={"on_train_batch_end": measure})  # fmt: skip
