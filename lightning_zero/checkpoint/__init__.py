@@ -21,6 +21,7 @@ from lightning_zero.checkpoint.load import (
     load_weights,
     read_file,
     read_weights,
+    require_checkpoint,
 )
 from lightning_zero.checkpoint.safetensors import read_safetensors, write_safetensors
 from lightning_zero.checkpoint.save import FileSave, Saver, collected

@@ -34,7 +34,7 @@ examples:
   lightning-zero estimate --help                                all options of a command"""
 _ESTIMATE_EXAMPLES = """examples:
   lightning-zero estimate 10B --ranks 8 64 --precision bf16-mixed --device-memory 80GB
-  lightning-zero estimate 7B --ranks 1 --offload cpu nvme --device-memory 24GB --host-memory 64GB
+  lightning-zero estimate 7B --ranks 1 --device-memory 24GB --host-memory 128GB
   lightning-zero estimate 10B --ranks 8 --offload cpu nvme --device-memory 16GB
   lightning-zero estimate examples/train_gpt.py:GPT --args width=1024 depth=24 \\
       --optimizer adamw --batch "int64[8,129]" --ranks 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,11 +39,6 @@ _ROWS = """\
 Each kind: the most that a rank holds of it within a step; 1 GB is 10^9 bytes.
 peak: the largest total at one instant, so it may be less than the sum of all kinds.
 saved: how much lower the peak is than that of {first}."""
-
-
-_NOTHING = """\
-Nothing fits. Try --offload cpu nvme, --set activation_checkpointing=True, more --ranks or a smaller
---batch."""
 
 
 _OF_LIGHTNING = {
@@ -183,19 +179,54 @@ def run_estimate(options: argparse.Namespace) -> int:
 
 
 def _advice(asked: _Asked, found: list[Estimate]) -> list[str]:
-    """Return lines on what to train with: as it is set, or what fits first."""
+    """Return lines on what to train with: as it is set, or what fits first, or else what would.
+
+    Offloads of the table that are not set are among what would.
+    """
     chosen = [one for one in found if asked.chose(one)]
+    found = [one for one in found if one.offload is None or one in chosen] or found
     least = min(found, key=lambda one: one.peak.total)
     if asked.device is None and asked.host is None:
         one, needs = (chosen[0], "needs") if chosen else (least, "needs least:")
         return [f"{_named(one)} {needs} {_need(asked, one)}.", _to_write(asked, one)]
     fit = [one for one in (*chosen, *found) if asked.fits(one)]
-    if not fit:
-        return [_NOTHING, f"{_named(least)} needs least: {_need(asked, least)}."]
     roomy = [one for one in fit if asked.fits(one, asked.room)]
-    one = roomy[0] if roomy else min(fit, key=lambda one: one.peak.total)
-    fits = " fits" if one.has_units and one.has_activations else ""
-    return [f"{_named(one)}{fits}: {_need(asked, one)}.", _to_write(asked, one)]
+    if fit:
+        one = roomy[0] if roomy else min(fit, key=lambda one: one.peak.total)
+        fits = " fits" if one.has_units and one.has_activations else ""
+        return [f"{_named(one)}{fits}: {_need(asked, one)}.", _to_write(asked, one)]
+    wide = f"{_named(least)} needs {_need(asked, least)}."
+    lines: list[str] = []
+    others = list(_others(asked, least.world_size))
+    for one, code in (pair for pair in others if pair[1]):
+        lines += [f"{'or:' if lines else 'What would fit:'} {code}", f"    {_need(asked, one)}"]
+    for one, _ in (pair for pair in others if not pair[1]):
+        lines += [f"not: {_named(one)}", f"    {_need(asked, one)}"]
+    if not any(code for _, code in others):
+        lines.insert(0, "Nothing fits. Use more ranks, larger devices or a smaller micro-batch.")
+    return [*lines, f"Otherwise nothing fits: {wide}"]
+
+
+def _others(asked: _Asked, ranks: int) -> Iterator[tuple[Estimate, str]]:
+    """Yield what else to try on so many ranks, and how to train with it if it fits."""
+    subject, given = asked.subject, asked.given
+    tries: list[tuple[_Asked, int, str | None]] = []
+    if subject.has_activations and not subject.microbatch.checkpointing:
+        leaner = {**given, "activation_checkpointing": True}
+        tries = [(asked._replace(subject=subject.checkpointed(), given=leaner), ranks, None)]
+    tries += [(asked, ranks, "cpu"), (asked, ranks, "nvme")]
+    tries += [(asked, factor * ranks, None) for factor in (2, 4, 8, 16, 32, 64)]
+    for own, world_size, offload in tries:
+        with contextlib.suppress(ValueError):  # not with these settings or this optimizer
+            microbatches = own.num_microbatches
+            one = own.subject.estimate(
+                3, world_size, offload=offload, num_microbatches=microbatches
+            )
+            is_fit = own.fits(one, own.room)
+            if is_fit or world_size == ranks:
+                yield one, _to_write(own, one) if is_fit else ""
+            if is_fit and world_size > ranks:
+                return
 
 
 def _named(one: Estimate) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -204,6 +205,13 @@ class ModelPlan:
                 *([f"batch {batch}"] if batch else []),
             ]
         )
+
+    def checkpointed(self) -> ModelPlan:
+        """Return the same plan with activation checkpointing."""
+        other = copy.copy(self)
+        other.microbatch = replace(self.microbatch, checkpointing=True)
+        other._events = {}
+        return other
 
     def estimate(
         self,

@@ -6,6 +6,7 @@ that Lightning still has them. ``ZeROStrategy`` also inherits some from ``DDPStr
 - ``_precision_plugin``: read by the connector to see whether the user passed a precision plugin
 - ``_layer_sync``: converts batch norms, as in ``DDPStrategy.setup``, which is overridden
 - ``_lightning_optimizers``: what ``self.optimizers()`` returns, which calls methods on itself
+- ``_configure_launcher``, ``_launcher``: where it chooses what starts the ranks
 - ``_forward_redirection``: runs step methods of a module by way of ``self.model``, as DDP does
 - ``_model``: what ``self.model`` returns, if it is another than the module
 - ``_timeout``, ``_get_process_group_backend``: for a process group made before Lightning makes it
@@ -19,11 +20,14 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.optim import Optimizer
 
 VERSION = pl.__version__
 StoredPath = _PATH
 """The type in the signatures of ``Strategy.save_checkpoint`` and others."""
+SubprocessLauncher = _SubprocessScriptLauncher
+"""Starts the other ranks; nothing public runs before it does."""
 optimizer_to_device = _optimizer_to_device
 """Moves optimizer states as ``Strategy.teardown`` does, which is overridden."""
 

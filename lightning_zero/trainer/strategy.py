@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -26,8 +28,10 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint import (
     are_safetensors,
+    existing,
     load_module_state,
     module_state,
+    require_checkpoint,
 )
 from lightning_zero.comm import Control, StepTimes, Traffic, whole
 from lightning_zero.deepspeed import Config
@@ -52,7 +56,7 @@ from lightning_zero.plan import (
     refuses_others,
 )
 from lightning_zero.trainer import deepspeed_config, internals
-from lightning_zero.trainer.internals import StoredPath, unwrapped
+from lightning_zero.trainer.internals import StoredPath, SubprocessLauncher, unwrapped
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import Run, SameLength, Signals, adapt_callbacks, facts_of
 
@@ -60,6 +64,18 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _T = TypeVar("_T")
+
+
+class Launcher(SubprocessLauncher):
+    """Starts the other ranks, unless there is no checkpoint to load: each would then fail."""
+
+    @override
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        path = inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path")
+        is_file = path is not None and not re.search("^(best|last|hpc|registry|.*:.*)$", str(path))
+        if is_file and not self.cluster_environment.creates_processes_externally:
+            require_checkpoint(existing(Path(str(path))), str(path))
+        return super().launch(function, *args, trainer=trainer, **kwargs)
 
 
 def run_in_step(
@@ -415,6 +431,14 @@ class ZeROStrategy(Sharding, DDPStrategy):
             self._control.watchdog.leave()
 
     # -- checkpoints -----------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        # What names a checkpoint of a user's `CheckpointIO` need not be a path.
+        if isinstance(self._launcher, SubprocessLauncher) and self._writes_files:
+            assert self.cluster_environment is not None
+            self._launcher = Launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -52,23 +52,34 @@ def test_the_second_line_is_what_to_write(capsys: Any, words: str, expected: str
     ("words", "expected"),
     [
         (
-            "7B --ranks 1 --offload cpu nvme --device-memory 24GB --host-memory 64GB",
+            "7B --ranks 1 --device-memory 24GB --host-memory 64GB",
             """\
-zero3_nvme on 1 rank: device: only gathered weights and activations; host: 28.0 GB of 64.0 GB;\
- files: 84.0 GB.
-Trainer(strategy="zero3_nvme", devices=1), after import lightning_zero
-""",
+What would fit: Trainer(strategy="zero3_nvme", devices=1), after import lightning_zero
+    device: only gathered weights and activations; host: 28.0 GB of 64.0 GB; files: 84.0 GB
+or: Trainer(strategy="zero3", devices=8), after import lightning_zero
+    at least 14.0 GB of 24.0 GB per rank, before gathered weights and activations
+not: zero3_offload on 1 rank
+    device: only gathered weights and activations; host: 112 GB (it has 64.0 GB)
+Otherwise nothing fits: ddp on 1 rank needs at least 112 GB per rank (a device has 24.0 GB), before\
+ gathered weights and activations.""",
         ),
         (
-            "7B --ranks 1 --offload cpu --device-memory 24GB --host-memory 128GB",
-            "zero3_offload on 1 rank: device: only gathered weights and activations; host: 112 GB",
+            "7B --ranks 1 --device-memory 24GB --host-memory 128GB",
+            """\
+What would fit: Trainer(strategy="zero3_offload", devices=1), after import lightning_zero
+    device: only gathered weights and activations; host: 112 GB of 128 GB
+or: Trainer(strategy="zero3_nvme", devices=1), after""",
         ),
         (
             "70B --ranks 8 --device-memory 80GB",
             """\
-Nothing fits. Try --offload cpu nvme, --set activation_checkpointing=True, more --ranks or a smaller
---batch.
-zero3 on 8 ranks needs least: at least 140 GB per rank (a device has 80.0 GB), before gathered""",
+What would fit: Trainer(strategy="zero3_offload", devices=8), after import lightning_zero
+    device: only gathered weights and activations; host: 1.12 TB for 8 ranks
+or: Trainer(strategy="zero3_nvme", devices=8), after import lightning_zero
+    device: only gathered weights and activations; host: 280 GB for 8 ranks; files: 840 GB
+or: Trainer(strategy="zero3", devices=8, num_nodes=4), after import lightning_zero
+    at least 35.0 GB of 80.0 GB per rank, before gathered weights and activations
+Otherwise nothing fits: zero3 on 8 ranks needs at least 140 GB per rank (a device has 80.0 GB)""",
         ),
         (
             "1B --ranks 2",
@@ -80,6 +91,15 @@ Trainer(strategy="zero3", devices=2), after import lightning_zero
 Not counted: gathered weights, unreduced gradients, activations.
 To count them, pass a model (file.py:Class) and its --batch.
 """,
+        ),
+        (
+            "70B --device-memory 1GB --host-memory 1GB",
+            "Nothing fits. Use more ranks, larger devices or a smaller micro-batch.\nnot: zero3",
+        ),
+        (
+            f"{GPT} --args width=128 depth=6 --optimizer adamw --ranks 2 --batch int64[2,129]"
+            " --device-memory 16MB",
+            "What would fit: Trainer(strategy=ZeROStrategy(3, activation_checkpointing=True), ",
         ),
     ],
 )
@@ -288,7 +308,7 @@ def test_command_predicts_offload(capsys: Any) -> None:
     )  # fmt: skip
     assert code == 0
     assert "zero2_offload, 8 ranks  zero3_offload, 8 ranks  zero3_nvme, 8 ranks" in out
-    assert out.startswith("zero3_offload on 8 ranks: device: ")
+    assert out.startswith('What would fit: Trainer(strategy="zero3_offload", devices=8')
     assert re.search(r"^host peak .* 5.00 GB$", out, re.MULTILINE)
 
 
