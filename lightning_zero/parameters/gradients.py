@@ -206,7 +206,8 @@ class FlatGradients:
         for view, is_filled in zip(partial.views, partial.filled, strict=True):
             if not is_filled:
                 view.zero_()
-        self.wait()  # if some gradients of this pass came after their unit's reduction
+        if self._fresh is not None:
+            self.wait()  # some gradients of this pass came after their unit's reduction
         buffer, scale, resting = partial.buffer, 1 / self._num_ranks, self._earlier()
         target = self.store.reduced(buffer.tensor)
         self._in_flight = [buffer.tensor] if target is buffer.tensor else [buffer.tensor, target]
@@ -228,7 +229,8 @@ class FlatGradients:
 
             return finish
 
-        return self.store.comm.host_copies.beside(begin)
+        copies = self.store.comm.host_copies
+        return copies.beside(begin) if copies.has_streams else begin()
 
     def _earlier(self) -> Tensor | None:
         """Return the shard to which new gradients are added; ``None`` if there is none."""

@@ -473,11 +473,10 @@ class HostCopies:
 
         Returns a function that makes computation wait for the stream. It refers to ``begin``, which
         holds memory of the computation's stream that is used here; other memory is allocated and
-        freed on this stream. Without streams, returns what ``begin`` returns.
+        freed on this stream.
         """
         stream = self._reduce_stream
-        if stream is None:
-            return begin()
+        assert stream is not None
         with self._beside_computation(stream):
             begin()()
             end = stream.record_event()
