@@ -13,7 +13,7 @@ import inspect
 import warnings
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MethodType
@@ -150,7 +150,7 @@ class Microbatch:
             shape, stride = tensor.shape, tensor.stride()
             return torch.empty_strided(shape, stride, dtype=dtype, device=self.device)
 
-        log, default = _Log(), torch.get_default_dtype()
+        default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype or default)
         try:
             with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -161,8 +161,8 @@ class Microbatch:
                         # Modules of Lightning and torchmetrics store it besides their tensors.
                         child._device = self.device  # type: ignore[assignment]
                 batch = tree_map_only(Tensor, lambda t: fake(t, self.dtype_of(t)), self.batch)
-                log.live.ignore((*copied.parameters(), *copied.buffers()))
-                log.live.follow(tree_leaves(batch))
+                log = _Log((*copied.parameters(), *copied.buffers()))
+                log.count(tree_leaves(batch))
                 self._run(copied, batch, [spec.name for spec in specs if spec.name], log)
         except Exception as error:
             raise ValueError(
@@ -183,7 +183,7 @@ class Microbatch:
         log.listen_to_grads(module)
         module.train()
         half = self.recipe.autocast
-        with log.live:
+        with log:
             with torch.autocast(self.device.type, half, half is not None, cache_enabled=False):
                 loss = (self.step or default_step)(module, batch)
             if not isinstance(loss, Tensor) or loss.grad_fn is None:
@@ -214,16 +214,58 @@ def default_step(module: nn.Module, batch: Any) -> Tensor:
     return sum((t.sum() for t in tensors_in(output) if t.requires_grad), torch.zeros(()))
 
 
-class _Log:
-    """Recorder of the events of a step."""
+class _Log(TorchDispatchMode):
+    """Recorder of the events of a step, and of the bytes of activations at each.
 
-    def __init__(self) -> None:
-        self.live = LiveBytes()
+    These are the storages that operations within the context create, until they are freed, each
+    with the size that it had at first.
+
+    Args:
+        own: The module's own tensors, which do not count.
+    """
+
+    def __init__(self, own: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
+        self._own = {storage._cdata: storage for storage in map(Tensor.untyped_storage, own)}
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._now = self._most = 0  # bytes now, and the most since the last event
+
+    def count(self, values: Iterable[Any]) -> None:
+        """Count the storages of the tensors among ``values``."""
+        for value in values:
+            if not isinstance(value, Tensor) or value.layout is not torch.strided:
+                continue
+            storage = value.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._live and key not in self._own:
+                self._now += size
+                self._live[key] = weakref.ref(storage, functools.partial(self._end, key, size))
+        self._most = max(self._most, self._now)
+
+    def _end(self, key: int, size: int, _: Any) -> None:
+        # As soon as a storage is gone, another may have its address.
+        del self._live[key]
+        self._now -= size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            out = func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            # A number read from a tensor without data (`.item()`, `if x.any()`) is taken as zero.
+            dtype = args[0].dtype
+            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
+        self.count(tree_leaves(out))
+        return out
 
     def note(self, kind: Kind, name: str = "") -> None:
         """Record an event."""
-        self.events.append(Event(kind, name, self.live.restart(), self.live.count()))
+        self.events.append(Event(kind, name, self._most, self._now))
+        self._most = self._now
 
     def listen(self, name: str, unit: nn.Module) -> None:
         """Hook the unit's forward and, through its tensors, its backward."""
@@ -241,7 +283,7 @@ class _Log:
     def _take_grad(self, name: str, parameter: Tensor) -> None:
         self.note(Kind.GRAD, name)
         parameter.grad = None
-        self.live.restart()
+        self._most = self._now
 
     def _begin_forward(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.note(Kind.FORWARD, name)
@@ -256,74 +298,6 @@ class _Log:
         outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
         if outputs:
             register_multi_grad_hook(outputs, lambda _: self.note(Kind.BACKWARD, name), mode="any")
-
-
-_Held = dict[int, "weakref.ref[torch.UntypedStorage]"]
-
-
-class LiveBytes(TorchDispatchMode):
-    """A context that counts the storages that operations in it create, until they are freed.
-
-    Each has the size that it had at first. Fake tensors count like real ones, so a dry run and a
-    real run are measured the same way.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = 0  # the most bytes alive at once since the last restart
-        self._live: _Held = {}
-        self._ignored: _Held = {}
-        self._total = 0
-
-    def follow(self, tensors: Iterable[Any]) -> None:
-        """Count the storages of these tensors."""
-        for storage in _storages(tensors):
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self._live and key not in self._ignored:
-                self._total += size
-                end = functools.partial(self._end, key, size)
-                self._live[key] = weakref.ref(storage, end)
-
-    def ignore(self, tensors: Iterable[Any]) -> None:
-        """Leave the storages of these tensors out of the count."""
-        for storage in _storages(tensors):
-            forget = functools.partial(self._ignored.pop, storage._cdata)
-            self._ignored[storage._cdata] = weakref.ref(storage, forget)
-
-    def count(self) -> int:
-        """Return the bytes alive now."""
-        return self._total
-
-    def restart(self) -> int:
-        """Reset the peak to the bytes alive now; return the old peak."""
-        before, self.peak = self.peak, self.count()
-        return before
-
-    def _end(self, key: int, size: int, _: Any) -> None:
-        # As soon as a storage is gone, another may have its address.
-        del self._live[key]
-        self._total -= size
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        try:
-            out = func(*args, **(kwargs or {}))
-        except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default:
-                raise
-            # A number read from a tensor without data (`.item()`, `if x.any()`) is taken as zero.
-            dtype = args[0].dtype
-            return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
-        self.follow(tree_leaves(out))
-        self.peak = max(self.peak, self.count())
-        return out
-
-
-def _storages(values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-    for value in values:
-        if isinstance(value, Tensor) and value.layout is torch.strided:
-            yield value.untyped_storage()
 
 
 def first_line(error: Exception) -> str:
