@@ -13,7 +13,7 @@ files           names, origin, temporary files, writing at offsets, what ranks o
 """
 
 from lightning_zero.checkpoint.dcp import Directory, DirectorySave, is_directory
-from lightning_zero.checkpoint.files import DamageError, Provenance, existing, provenance
+from lightning_zero.checkpoint.files import Provenance, existing, provenance
 from lightning_zero.checkpoint.load import (
     are_safetensors,
     damage,

@@ -33,7 +33,7 @@ from zipfile import ZIP_STORED, ZipFile, ZipInfo, is_zipfile
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.files import DamageError, provenance
+from lightning_zero.checkpoint.files import provenance
 from lightning_zero.checkpoint.values import ShardedValue
 from lightning_zero.tensors import internals, mapped_storage
 
@@ -241,15 +241,15 @@ def read_archive(place: Path, path: str, share: Share = (0, 1), *, weights_only:
     A ``share`` of its storages and everything else are verified before.
 
     Raises:
-        DamageError: A record does not match its checksum.
-        ValueError: It is of a later version, or not of ``torch.save``.
+        ValueError: A record does not match its checksum, or the file is of a later version, or not
+            of ``torch.save``.
     """
     if is_zipfile(place):
         provenance(place)
         with ZipFile(place) as archive:
             # Before unpickling: a damaged pickle may ask for any class.
             for name, reason in damaged_records(archive, share):
-                raise DamageError(
+                raise ValueError(
                     f"{path!r} is damaged: {name!r} does not match its checksum ({reason}). Load"
                     " another checkpoint or another copy of this one"
                 )

@@ -308,10 +308,6 @@ def mapped(path: Path, places: list[Place], *, is_shared: bool = False) -> list[
     return found
 
 
-class DamageError(ValueError):
-    """A record of a file does not match its checksum."""
-
-
 @dataclass(frozen=True)
 class Reading:
     """A checkpoint that all ranks read together."""
@@ -387,7 +383,7 @@ def naming(path: str) -> Iterator[None]:
     """Enter a context in which any error that damage can cause becomes one that names the file."""
     try:
         yield
-    except (FileNotFoundError, PermissionError, MemoryError, DamageError):
+    except (FileNotFoundError, PermissionError, MemoryError):
         raise
     except Exception as error:
         reason = str(error) or type(error).__name__

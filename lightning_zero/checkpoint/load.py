@@ -26,10 +26,6 @@ from lightning_zero.comm import Control
 from lightning_zero.engine import differences, engines_of
 from lightning_zero.tensors import uncollected
 
-EXPECTED = (
-    "a .ckpt or .pt file, a safetensors file or folder, or a directory of"
-    " torch.distributed.checkpoint"
-)
 _INDEX_BYTES = 2**16  # hashed to identify a file, at its beginning and at its end
 
 
@@ -159,20 +155,18 @@ def require_checkpoint(place: Path, path: str) -> None:
     if not place.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if place.is_dir() and not is_directory(place) and not are_safetensors(place):
-        _refuse_deepspeed(place)
-        raise ValueError(f"{path!r} is not a checkpoint. Expected {EXPECTED}.")
+        if any(any(place.glob(pattern)) for pattern in ("*_states.pt", "*/*_states.pt")):
+            raise ValueError(
+                f"{path!r} is a checkpoint by DeepSpeed. Convert its weights with DeepSpeed's own"
+                f" script, `python {path}/zero_to_fp32.py {path} weights --safe_serialization`,"
+                ' and load them with `lightning_zero.load_weights(module, "weights")`'
+            )
+        raise ValueError(
+            f"{path!r} is not a checkpoint. Expected a .ckpt or .pt file, a safetensors file or"
+            " folder, or a directory of torch.distributed.checkpoint."
+        )
     if not place.is_dir() and not place.is_file():
         raise ValueError(f"{path!r} is a device or a pipe; expected a file")
-
-
-def _refuse_deepspeed(folder: Path) -> None:
-    """Raise a ``ValueError`` that says how to take weights from a folder if DeepSpeed wrote it."""
-    if any(any(folder.glob(pattern)) for pattern in ("*_states.pt", "*/*_states.pt")):
-        raise ValueError(
-            f"{str(folder)!r} is a checkpoint by DeepSpeed. Convert its weights with DeepSpeed's"
-            f" own script, `python {folder}/zero_to_fp32.py {folder} weights --safe_serialization`,"
-            ' and load them with `lightning_zero.load_weights(module, "weights")`'
-        )
 
 
 def damage(place: Path) -> list[str]:

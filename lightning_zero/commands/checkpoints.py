@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_zero.checkpoint import (
-    DamageError,
     Directory,
     DirectorySave,
     FileSave,
@@ -121,7 +120,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     """Print what a checkpoint holds; return the exit code."""
     try:
         print("\n".join(describe(arguments.file)))
-    except DamageError:
+    except ValueError:
         if not arguments.verify:
             raise
     if not arguments.verify:
