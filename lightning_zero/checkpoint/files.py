@@ -29,7 +29,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 
-from lightning_zero.comm import Control, agreed
+from lightning_zero.comm import Control, Outcome
 from lightning_zero.tensors import PAGE, StagingMemory, mapped_storage
 
 TABLE = ".metadata"
@@ -319,8 +319,18 @@ class Reading:
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Enter a context that all ranks leave with an error, which names the file, if any does."""
-        with agreed(self.control, "Loading"), naming(self.path):
+        outcome = Outcome()
+        with outcome.attempt(), naming(self.path):
             yield
+        try:
+            outcome.agree(self.control, "Loading")
+            return
+        except Exception as error:
+            own = outcome.error
+            if own is None or str(error) != f"Loading failed: {own}":
+                raise
+        # All ranks have failed alike, so this rank's own error says it, with one traceback.
+        raise own from own.__cause__
 
     @contextlib.contextmanager
     def host_file(self, nbytes: int = 0) -> Iterator[tuple[Path, int, int]]:
