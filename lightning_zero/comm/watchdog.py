@@ -128,36 +128,34 @@ class CollectiveId(NamedTuple):
     ranks: Sequence[int] = ()
 
 
+_NONE = CollectiveId("", "", 0)
+
+
 class Place(NamedTuple):
     """Where a rank waits, or may be blocked, or that it has left the run.
 
     Attributes:
-        name: The collective that it waits for; empty if it has left.
-        channel: As in :class:`CollectiveId`.
-        number: As in :class:`CollectiveId`.
-        ranks: As in :class:`CollectiveId`.
+        collective: What it waits for; nothing if it has left.
         step: Optimizer steps that it has ended.
         caller: The line of the user's code that led to the wait; empty for a rank that waits
             nowhere, whose device may wait for the collective.
         begun: How many collectives of each channel it has begun.
-        queued: The ranks, number and name of its last collective without a tag, if there was one.
+        queued: Its last collective without a tag, if there was one.
     """
 
-    name: str
-    channel: str
-    number: int
-    ranks: Sequence[int]
+    collective: CollectiveId
     step: int
     caller: str = ""
     begun: Mapping[str, int] = {}
-    queued: Sequence[Any] = ((), 0, "")
+    queued: CollectiveId = _NONE
 
     def __str__(self) -> str:
-        if not self.name:
-            return f"has left the run after step {self.step}"
+        name, step = self.collective.name, self.step
+        if not name:
+            return f"has left the run after step {step}"
         if not self.caller:
-            return f"is in step {self.step}, after {self.name}"
-        return f"waits in step {self.step} for {self.name} (called at {self.caller})"
+            return f"is in step {step}, after {name}"
+        return f"waits in step {step} for {name} (called at {self.caller})"
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -180,7 +178,8 @@ def _lost(error: str, places: Mapping[int, object], silent: Sequence[int] = ()) 
     )
 
 
-def _lost_host(ranks: Sequence[int]) -> str:
+def _lost_host(rank: int, addresses: Sequence[str]) -> str:
+    ranks = [other for other, address in enumerate(addresses) if address == addresses[rank]]
     return (
         f"The host of {listed(ranks)} is lost: it has not answered for {LOST_SECONDS} s. Its power"
         " or its network has failed."
@@ -207,10 +206,10 @@ def listed(ranks: Sequence[int]) -> str:
 
 def are_stuck(everyone: Mapping[int, Place]) -> bool:
     """Return whether each rank waits for a collective that another of its ranks has not begun."""
-    waiting = [place for place in everyone.values() if place.name]
+    waiting = [place.collective for place in everyone.values() if place.collective.name]
     names: dict[Any, str] = {}
-    for ranks, number, name in (one.queued for one in everyone.values()):
-        if names.setdefault((*ranks, number), name) != name:
+    for last in (one.queued for one in everyone.values()):
+        if names.setdefault((*last.ranks, last.number), last.name) != last.name:
             return True  # two messages without tags have met, so neither ends
     return bool(waiting) and all(
         any(everyone[rank].begun.get(one.channel, 0) < one.number for rank in one.ranks or everyone)
@@ -283,7 +282,7 @@ class Hub:
 
     Attributes:
         offer: Its port, a word by which it knows its ranks, and the number of the run.
-        hosts: The ranks of each host.
+        addresses: The address of each rank's host.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -295,7 +294,7 @@ class Hub:
         )
         self._door.setblocking(False)
         self.offer = self._door.getsockname()[1], uuid4().hex, next(_numbers)
-        self.hosts: dict[str, list[int]] = {}
+        self.addresses: list[str] = []
         self._lines: dict[Line, int | None] = {}
         self._num_missing = world_size
         self._places: dict[int, Place] = {}
@@ -346,9 +345,8 @@ class Hub:
         if kind == "end":
             self._publish(value)
         elif kind == "silent":
-            ranks = next((ranks for ranks in self.hosts.values() if rank in ranks), [rank])
-            self._publish(_lost_host(ranks), is_news=True)
-        elif kind != "closed" or rank not in self._places or self._places[rank].name:
+            self._publish(_lost_host(rank, self.addresses), is_news=True)
+        elif kind != "closed" or rank not in self._places or self._places[rank].collective.name:
             if kind == "closed":  # without having left
                 self._gone.append(rank)
             elif kind == "lost":
@@ -356,7 +354,9 @@ class Hub:
                 self._loss = rank, error
             self._places.pop(rank, None)
             if value is not None:
-                self._places[rank] = Place(*value)
+                own, step, caller, begun, last = value
+                here = Place(CollectiveId(*own), step, caller, begun, CollectiveId(*last))
+                self._places[rank] = here
             if len(self._places) == self._world_size and are_stuck(self._places):
                 self._publish(diverged(self._places), is_news=True)
 
@@ -400,7 +400,7 @@ class Watchdog:
         self.verdict = ""
         self.is_over = False
         self.has_left = True
-        self._rank, self._neighbors = 0, [0]
+        self._rank, self._addresses = 0, [""]
         self._line: Line | None = None
         self._told: Place | None = None
         self._has_ended = threading.Event()
@@ -418,14 +418,11 @@ class Watchdog:
         master = process_groups.master()
         offers = exchange((own_address(master) if master else "", hub and hub.offer))
         port, word, number = offers[0][1]
-        hosts: dict[str, list[int]] = {}
-        for other, (address, _) in enumerate(offers):
-            hosts.setdefault(address, []).append(other)
-        self._rank, self._neighbors = rank, hosts[offers[0][0]]
+        self._rank, self._addresses = rank, [address for address, _ in offers]
         try:
             if hub is not None:
                 connection, other_end = socket.socketpair()
-                hub.hosts = hosts
+                hub.addresses = self._addresses
                 hub.add(other_end)
                 _hubs.append(hub)
             else:
@@ -514,12 +511,11 @@ class Watchdog:
             return None
         if monotonic() - since < patience:
             return None
-        queued = ((), 0, "") if last is None else (last.ranks, last.number, last.name)
-        return Place(*collective, self.step, caller, begun, queued)
+        return Place(collective, self.step, caller, begun, last or _NONE)
 
     def describe(self, name: str) -> str:
         """Return a description of this rank, which waits for the collective of this name."""
-        return str(Place(name, "", 0, (), self.step, _caller(sys._getframe(1))))
+        return str(Place(CollectiveId(name, "", 0), self.step, _caller(sys._getframe(1))))
 
     # -- the end of a run ------------------------------------------------------------------------
 
@@ -565,7 +561,7 @@ class Watchdog:
         _watchdogs.pop(id(self), None)
         line, self._line = self._line, None
         if line is not None and _process == os.getpid():
-            line.send("place", Place("", "", 0, (), self.step, begun=dict(self.begun)))
+            line.send("place", Place(_NONE, self.step, begun=dict(self.begun)))
             line.close()
 
     def _tell(self, kind: str, value: Any) -> bool:
@@ -588,7 +584,7 @@ class Watchdog:
                 if kind == "end":
                     self._stop(value)
                 elif kind == "silent":
-                    log.error("%s", end := _lost_host(self._neighbors))
+                    log.error("%s", end := _lost_host(0, self._addresses))
                     self._stop(end)
                 else:  # rank 0 has left, or exited
                     self._line = None

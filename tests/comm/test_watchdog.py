@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pytest_mock import MockerFixture
 
 from lightning_zero.comm import Control, SyncPoint, process_groups, watchdog
-from lightning_zero.comm.watchdog import Hub, Line, Place, are_stuck
+from lightning_zero.comm.watchdog import CollectiveId, Hub, Line, Place, are_stuck
 from tests.oracle.launch import run_script
 from tests.oracle.ranks import Pools, RankError, impatient
 
@@ -22,13 +22,13 @@ from tests.oracle.ranks import Pools, RankError, impatient
 
 
 def at(name: str, number: int, *ranks: int, **begun: int) -> Place:
-    return Place(name, name, number, ranks, 0, "train.py:1", begun)
+    return Place(CollectiveId(name, name, number, ranks), 0, "train.py:1", begun)
 
 
 def queued(name: str, number: int, *ranks: int, **begun: int) -> Place:
     """A message without a tag."""
-    begun, last = {"gather": number, **begun}, (ranks, number, name)
-    return Place(name, "gather", number, ranks, 0, begun=begun, queued=last)
+    last = CollectiveId(name, "gather", number, ranks)
+    return Place(last, 0, begun={"gather": number, **begun}, queued=last)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.hub = Hub(2)
-        self.hub.hosts = {"a": [0], "b": [1]}
+        self.hub.addresses = ["a", "b"]
         pairs = [socket.socketpair() for _ in range(2)]
         self.lines = [Line(ours) for ours, _ in pairs]
         for rank, (_, theirs) in enumerate(pairs):
