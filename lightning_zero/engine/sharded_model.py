@@ -276,7 +276,6 @@ class ShardedModel:
                     "gathered(modify=True) was entered within another `gathered` of the same"
                     " weights. Pass `modify=True` to the outer one."
                 )
-            self.store_pending()
             access = self.comm.write_access(SyncPoint.EDIT)
         for weights in wanted:
             weights.show_masters(as_gathered=True)

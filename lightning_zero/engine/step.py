@@ -21,7 +21,7 @@ from lightning_zero.engine.rank_check import require_equal_gradients
 from lightning_zero.engine.reductions import ReductionOrder
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
-from lightning_zero.engine.unit import Call, Residency, Unit
+from lightning_zero.engine.unit import Call, Residency, Unit, Weights
 from lightning_zero.optimizer import Removable
 from lightning_zero.parameters import hook_last
 from lightning_zero.plan import check_parameter
@@ -353,11 +353,15 @@ class Backward:
             on_grads(tracked, functools.partial(self._on_step_grad, held), "any")
         return bool(tracked)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _on_held_grad(self, indices: Iterable[int], _: Tensor) -> None:
-        """Begin the pass and unshard units, if not done."""
-        self.begin()
+        """Begin the pass and unshard units, if not done; cheap, as each child causes this event."""
         weights = [self._units[index].weights for index in indices]
+        if self._pass() is None or [w for w in weights if w.residency < Residency.WHOLE]:
+            self._unshard_again(weights)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _unshard_again(self, weights: Sequence[Weights]) -> None:
+        self.begin()
         for each in weights:
             if each.rests:
                 each.unshard()

@@ -304,7 +304,7 @@ class Weights:
             self.residency = Residency.SHOWN
             for flat in self._flats:
                 if flat.masters is None and not (in_step and flat.plan.is_cast):
-                    flat.show()
+                    flat.guard(guarded=False)
                     flat.edits.in_step |= in_step
 
     def guard(self) -> None:
@@ -381,7 +381,7 @@ class Weights:
         for flat in self._flats:
             values = flat.gathered_values()
             flat.store.comm.broadcast(values.tensor)
-            flat.take_over(values)
+            flat.changed_master().copy_(flat.store.own(values.tensor))
 
 
 def store_edits(flats: Sequence[FlatParameters]) -> None:

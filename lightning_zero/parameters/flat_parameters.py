@@ -296,17 +296,11 @@ class FlatParameters:
                 parameter.__class__ = classes[not guarded]
         self.is_guarded = guarded
 
-    def show(self) -> None:
-        """Make parameters that point at whole values readable."""
-        for parameter, (_, readable) in zip(self.parameters, self.classes, strict=True):
-            parameter.__class__ = readable
-        self.is_guarded = False
-
-    def guard(self) -> None:
-        """Guard the parameters, but leave their data in place."""
-        for parameter, (guarded, _) in zip(self.parameters, self.classes, strict=True):
-            parameter.__class__ = guarded
-        self.is_guarded = True
+    def guard(self, *, guarded: bool = True) -> None:
+        """Guard the parameters, or make them readable, but leave their data in place."""
+        for parameter, classes in zip(self.parameters, self.classes, strict=True):
+            parameter.__class__ = classes[not guarded]
+        self.is_guarded = guarded
 
     def release(self, *, may_be_shared: bool) -> None:
         """Release whole weights; if they ``may_be_shared``, leave the memory to whoever has it.
@@ -426,20 +420,21 @@ class FlatParameters:
 
     @torch.no_grad()
     def store_masters(self) -> None:
-        """Take this rank's part of shown masters as the new ones; within write access.
+        """Take this rank's part of shown masters as the new ones; within write access."""
+        assert self.masters is not None
+        self._copy_to(self.changed_master())
+        if self.masters.are_whole and not self.plan.is_cast:
+            internals.copy_each(self.weight.views, [*map(_data_of, self.parameters)])
+
+    def changed_master(self) -> Tensor:
+        """Return the shard that takes changes: the master, or what it will be.
 
         Weights that are cast keep the values that a graph has saved until :meth:`store_pending`.
         """
-        assert self.masters is not None
-        target = self.master
-        if self.is_recorded and self.plan.is_cast:
-            if self.pending is None:
-                with lasting_tensors():
-                    self.pending = self.master.clone()
-            target = self.pending
-        self._copy_to(target)
-        if self.masters.are_whole and not self.plan.is_cast:
-            internals.copy_each(self.weight.views, [*map(_data_of, self.parameters)])
+        if self.pending is None and self.is_recorded and self.plan.is_cast:
+            with lasting_tensors():
+                self.pending = self.master.clone()
+        return self.master if self.pending is None else self.pending
 
     @torch.no_grad()
     def store_pending(self) -> None:

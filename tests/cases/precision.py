@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_zero import gathered
 from tests.cases import user
 from tests.oracle import models
 from tests.oracle.own_optimizers import Own
@@ -105,6 +106,14 @@ def decay(m: Any, *_: Any) -> None:
 
 
 @torch.no_grad()
+def decay_gathered(m: Any, *_: Any) -> None:
+    """Change weights twice before the backward, the second time as `gathered` keeps changes."""
+    decay(m)
+    with gathered(m, modify=True):
+        m.head.weight.mul_(0.98)
+
+
+@torch.no_grad()
 def sharpen(m: Any, batch: Any, batch_idx: int) -> None:
     """Step as SAM: up to the worst neighbour, and down by the gradient that is there."""
 
@@ -138,7 +147,7 @@ def merge(sign: int, m: Any, *_: Any) -> None:
 
 Adapted = user(Slow, adapt, forward=lambda m, x: Slow.forward(m, x) + x @ m.up @ m.down)
 MERGED = {"on_validation_batch_start": partial(merge, 1), "on_validation_batch_end": partial(merge, -1)}  # fmt: skip
-DECAYED = dict.fromkeys(("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"), decay)  # fmt: skip
+DECAYED = {**dict.fromkeys(("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"), decay), "on_before_backward": decay_gathered}  # fmt: skip
 MASTERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "taught": (Taught, {}), "decayed": (Slow, DECAYED), "merged": (Adapted, MERGED),
     "sharpened": (user(Slow, training_step=sharpen, automatic_optimization=False), {}),
