@@ -28,10 +28,11 @@ from lightning_zero.parameters import (
     Owner,
     ownership_of,
     put_values,
+    restore_class,
     stores_for,
     uncut,
 )
-from lightning_zero.plan import Settings, cut_of, set_cut, specify_units, whole_shape
+from lightning_zero.plan import Settings, cut_of, specify_units, whole_shape
 from lightning_zero.tensors import Scratch
 
 
@@ -172,18 +173,12 @@ def forget_values(module: nn.Module) -> bool:
     They regain the dtype and strides from before that engine: at rest they have the dtype that it
     computed in, and no memory order.
     """
-    fresh: dict[int, nn.Parameter] = {}
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if isinstance(parameter, Guarded):
-                if id(parameter) not in fresh:
-                    before = ownership_of(parameter)
-                    blank = torch.empty_strided(
-                        parameter.shape, before.stride, dtype=before.dtype, device="meta"
-                    )
-                    fresh[id(parameter)] = nn.Parameter(blank, parameter.requires_grad)
-                    set_cut(fresh[id(parameter)], cut_of(parameter))
-                child._parameters[name] = fresh[id(parameter)]
+    for parameter in module.parameters():
+        if isinstance(parameter, Guarded):
+            before = ownership_of(parameter)
+            restore_class(parameter)
+            layout = {"dtype": before.dtype, "device": "meta"}
+            put_values(parameter, torch.empty_strided(parameter.shape, before.stride, **layout))
     return any(parameter.is_meta for parameter in module.parameters())
 
 
