@@ -40,6 +40,7 @@ from lightning_zero.engine.activations import (
 )
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Step
+from lightning_zero.engine.unit import Residency
 from lightning_zero.optimizer import (
     FileStep,
     OptimizerHooks,
@@ -213,8 +214,9 @@ class Engine:
         for unit in self.sharded.units:
             # The last step may have been another optimizer's. A backend may write this rank's part
             # as well when its gather ends, over what is stepped meanwhile.
-            if not unit.weights.reshards:
-                unit.weights.wait()
+            weights = unit.weights
+            if weights.residency is Residency.IN_FLIGHT and not weights.reshards:
+                weights.wait()
         self.sharded.keep_edits()
         self.comm.change_masters(SyncPoint.STEP)
         for transport in self.comm.transports.values():

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from lightning_zero.engine.sharded_model import ShardedModel
-from lightning_zero.engine.unit import Residency, Unit
+from lightning_zero.engine.unit import Residency, Unit, store_edits
 
 Need = tuple[int, bool]
 """The index of a unit whose weights must be whole, and whether it is for its backward."""
@@ -102,14 +102,15 @@ class Prefetcher:
         # Otherwise the unit whose backward just ended is still whole: the gradients of its inputs
         # are those of this unit's outputs, and this event comes first. Prefetching now would hold
         # one more unit; it starts in a moment, when that one is resharded.
-        unit.weights.wait()
+        if unit.weights.residency is Residency.IN_FLIGHT:
+            unit.weights.wait()
 
     def unshard(self, unit: Unit) -> None:
         """Start to gather a resting unit; in a join, together with ranks that do not need it."""
         weights = unit.weights
         if weights.has_masters:
             self._sharded.hide([unit])
-        if weights.rests:
+        if weights.residency is Residency.RELEASED and not weights.has_masters:
             if self.asks:
                 self._gather_together(unit)
             else:
@@ -151,8 +152,8 @@ class Prefetcher:
             asked = set(self._sharded.comm.control.gather_objects(index))
             for unit in (self._units[index] for index in sorted(asked - {-1})):
                 weights, before = unit.weights, unit.weights.residency
-                # Also if they are whole here.
-                weights.store_edits()
+                if before >= Residency.WHOLE:
+                    store_edits(unit.flat_parameters)
                 weights.unshard()
                 weights.wait()
                 if before is Residency.SHOWN:

@@ -282,7 +282,8 @@ class Step:
         self.prefetcher.need(unit, is_backward=is_recompute)
         if unit.weights.is_cast:
             unit.weights.require_no_pending()
-        unit.weights.show()
+        if unit.weights.residency is not Residency.SHOWN:
+            unit.weights.show()
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """Reshard a unit, unless it is needed next, and hook the beginning of its backward."""

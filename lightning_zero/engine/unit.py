@@ -216,7 +216,8 @@ class Weights:
             self.hide_masters()
         elif self.residency is Residency.IN_FLIGHT:
             self._end_unshard()
-        self.guard()
+        if self.residency is Residency.SHOWN:
+            self.guard()
         if self.residency is not Residency.RELEASED:
             self.unshard(only_stepped=only_stepped)
         if had_masters:
@@ -226,8 +227,8 @@ class Weights:
         """Keep the weights whole until the end of the step if ``tensor`` is a view of them."""
         if internals.has_storage(tensor):
             storage = tensor.untyped_storage()._cdata
-            own = [flat.weight.tensor.untyped_storage()._cdata for flat in self._flats]
-            self.is_pinned |= storage in own
+            for flat in self._flats:
+                self.is_pinned |= flat.weight.tensor.untyped_storage()._cdata == storage
 
     def reshard(self) -> None:
         """Release whole weights, unless they are replicated, pinned, held by code, or masters."""
@@ -245,7 +246,7 @@ class Weights:
     def _release(self, *, may_be_shared: bool) -> None:
         if self.residency is Residency.IN_FLIGHT:
             self._end_unshard()
-        self.store_edits()
+        store_edits(self._flats)
         for flat in self._flats:
             flat.release(may_be_shared=may_be_shared)
         self.residency = Residency.RELEASED
@@ -261,14 +262,9 @@ class Weights:
             return
         if self.reshards and not self.has_masters:
             self._release(may_be_shared=may_be_shared)
-        else:
-            self.store_edits()
+        elif self.residency >= Residency.WHOLE:
+            store_edits(self._flats)
             self.guard()
-
-    def store_edits(self, flats: Sequence[FlatParameters] | None = None) -> None:
-        """Copy users' changes of whole weights to the masters, on all ranks."""
-        if self.residency >= Residency.WHOLE:
-            store_edits(self._flats if flats is None else flats)
 
     def abandon(self) -> None:
         """End a step that an exception ended, without its edits, which others may not have made."""
@@ -346,7 +342,8 @@ class Weights:
             self._end_unshard()
         is_whole = self.residency >= Residency.WHOLE
         shown = [flat for flat in self._flats if as_gathered or flat.is_guarded]
-        self.store_edits(shown)
+        if is_whole:
+            store_edits(shown)
         started = [
             (flat, *flat.gather_masters(self.label, tag, are_whole=is_whole))
             for tag, flat in enumerate(self._flats, self._first_tag)
