@@ -44,7 +44,7 @@ MISTAKES = {
     ),
     "a folder that is no checkpoint in Fabric": (
         FABRIC.format('"."'),
-        "'.' is not a checkpoint. Expected a .ckpt or .pt file, a safetensors file",
+        "ValueError: '.' is not a checkpoint. Expected a .ckpt or .pt file, a safetensors file",
     ),
 }
 
