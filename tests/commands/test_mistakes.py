@@ -33,6 +33,22 @@ fabric.load({0}, {{"model": fabric.setup(nn.Linear(2, 2))}})
 """
 
 MISTAKES = {
+    "a strategy that does not exist": (
+        TRAINER.format('"strategy": "zero4"', ""),
+        "You selected an invalid strategy name: `strategy='zero4'`",
+    ),
+    "a stage that does not exist": (
+        TRAINER.format('"strategy": lightning_zero.ZeROStrategy(stage=4)', ""),
+        "ValueError: Expected stage to be 1, 2 or 3, got 4.",
+    ),
+    "a stage that does not exist in YAML": (
+        CLI.format("stage: 4"),
+        "Expected a typing.Literal[1, 2, 3]. Got value: 4",
+    ),
+    "no GPU": (
+        TRAINER.format('"strategy": "zero3", "accelerator": "gpu"', ""),
+        "No supported gpu backend found!",
+    ),
     "a misspelled setting": (
         TRAINER.format('"strategy": lightning_zero.ZeROStrategy(staeg=3)', ""),
         "TypeError: ZeROStrategy has no argument 'staeg'. Did you mean 'stage'?",
