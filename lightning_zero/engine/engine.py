@@ -18,6 +18,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -40,7 +41,7 @@ from lightning_zero.engine.activations import (
 )
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.step import Step
-from lightning_zero.engine.unit import Residency
+from lightning_zero.engine.unit import Residency, Unit
 from lightning_zero.optimizer import (
     FileStep,
     OptimizerHooks,
@@ -97,6 +98,8 @@ class Engine:
         self.steps: list[str] = []
         self.is_restored, self._broadcasts_next = False, True
         self._step = Step(sharded)
+        # The units whose weights were refreshed during the optimizer's step that is under way.
+        self._refreshed: set[int] = set()
         choice, modules = settings.activation_checkpointing, [u.module for u in sharded.units[:-1]]
         self._wrapped = [checkpoint_activations(choice, module, modules)]
         if settings.activation_offload:
@@ -182,7 +185,7 @@ class Engine:
             changed=self._compare_optimizers,
             before=before,
             after=after,
-            by_unit=self._by_unit(optimizer),
+            by_unit=self._by_unit(optimizer, engines),
             choices=self.sharded.settings.optimizer_step,
         )
         for engine in engines:
@@ -191,7 +194,7 @@ class Engine:
         name = type(optimizer).__name__
         self.steps.append(hooks.notice or f"{name}: element-wise, sharded")
 
-    def _by_unit(self, optimizer: Optimizer) -> UnitStep | None:
+    def _by_unit(self, optimizer: Optimizer, engines: Sequence[Engine]) -> UnitStep | None:
         """Return what steps an optimizer where masters and states rest, if that is elsewhere."""
         if not self.sharded.settings.steps_by_unit:
             return None
@@ -199,7 +202,11 @@ class Engine:
         if offload is None:
             return RoundedStep(optimizer)
         if offload.optimizer != "nvme" or scratch is None:
-            return UnitStep(optimizer, self.comm.transport.ledger)
+            own = [weakref.proxy(engine) for engine in engines]  # as the optimizer may live on
+            ledger = self.comm.transport.ledger
+            return UnitStep(
+                optimizer, ledger, partial(_by_units, own), partial(_refresh_units, own)
+            )
         return FileStep(optimizer, scratch, self.comm)
 
     def _compare_optimizers(self, *new: Optimizer) -> None:
@@ -211,6 +218,7 @@ class Engine:
 
     def _before_step(self) -> None:
         """Wait until no rank reads this one's masters or reduce buffers any more."""
+        self._refreshed.clear()
         for unit in self.sharded.units:
             # The last step may have been another optimizer's. A backend may write this rank's part
             # as well when its gather ends, over what is stepped meanwhile.
@@ -223,22 +231,29 @@ class Engine:
             transport.drop_outgrown()
 
     def _after_step(self, pieces: Sequence[Piece]) -> None:
-        """Refresh weights from the stepped masters."""
-        self.comm.change_masters(SyncPoint.STEPPED)
+        """Refresh weights from the stepped masters, where this was not done during the step."""
+        self.comm.fence(SyncPoint.STEPPED)
         self._step.keeps_graph = False
-        if not self._step.is_inside:
-            self._step.close()
         units = self.sharded.units_of([piece.parameter for piece in pieces])
         of_optimizer = set(map(id, pieces))
         for unit in units:
             for flat in unit.flat_parameters:
-                if flat.may_be_stepped:
-                    flat.store.cast(unit.label)
                 flat.note_step(of_optimizer)
-        self.sharded.refresh(units, only_stepped=True)
+        self._refresh([unit for unit in units if unit.index not in self._refreshed])
         for transport in self.comm.transports.values():
             transport.ledger.end_step()
         self.comm.control.watchdog.step += 1
+
+    def _refresh(self, units: Sequence[Unit]) -> None:
+        """Refresh weights of units from masters that have been stepped, on all ranks."""
+        if not self._step.is_inside:
+            self._step.close()
+        for unit in units:
+            for flat in unit.flat_parameters:
+                if flat.may_be_stepped:
+                    flat.store.cast(unit.label)
+        self.sharded.refresh(units, only_stepped=True)
+        self._refreshed.update(unit.index for unit in units)
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -308,6 +323,22 @@ class Engine:
             for transport in self.comm.transports.values():
                 transport.release()
             self.comm.control.watchdog.leave()
+
+
+def _by_units(engines: Sequence[Engine], pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Return the pieces of each unit, the root's first, as it is needed first."""
+    wanted, parameters = set(pieces), [piece.parameter for piece in pieces]
+    return [
+        [piece for flat in unit.flat_parameters for piece in flat.pieces if piece in wanted]
+        for engine in engines
+        for unit in engine.sharded.units_of(parameters)
+    ]
+
+
+def _refresh_units(engines: Sequence[Engine], pieces: Sequence[Piece]) -> None:
+    """Refresh the weights of a unit whose pieces have been stepped, while others are not yet."""
+    for engine in engines:
+        engine._refresh(engine.sharded.units_of([piece.parameter for piece in pieces]))
 
 
 @torch.no_grad()

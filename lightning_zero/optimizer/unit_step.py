@@ -1,10 +1,9 @@
 """Steps by element of masters or states that rest elsewhere: for offload and stochastic rounding.
 
-The user's own call of ``step`` steps all members where they rest, as in host memory. States that
-must be brought to a step are stepped in batches, as far as an optimizer's step changes nothing that
-members share. Before the user's call goes through the param groups, the step of the class is called
-for all batches but the last, one after the other; the call itself steps the last one. Hooks,
-schedulers, counters and the closure see one step::
+Members are stepped in batches, as far as an optimizer's step changes nothing that they share;
+otherwise the user's own call of ``step`` steps all of them. Before the user's call goes through the
+param groups, the step of the class is called for all batches but the last, one after the other; the
+call itself steps the last one. Hooks, schedulers, counters and the closure see one step::
 
     pre-hook    batch 0 | batch 1 | ...   the groups hold stand-ins of one batch
     step        last batch
@@ -12,6 +11,9 @@ schedulers, counters and the closure see one step::
 
 A **stand-in** is stepped in place of a part of a piece, with a gradient and a state of its own. All
 members that no batch has are stepped with the first.
+
+A batch is a unit, or what is read from files at once. In host memory a unit is stepped where it
+rests, and then cast or sent to the device while the next one is stepped.
 
 An error part way through the batches leaves some stepped and others not. Such a step is **torn**:
 nothing may be stepped or saved any more.
@@ -72,25 +74,35 @@ class Part(NamedTuple):
 
 
 class UnitStep(Stepper):
-    """Steps an optimizer by element where its states rest: here in the user's call.
+    """Steps an optimizer by element where its states rest.
 
     Args:
         optimizer: The optimizer.
         ledger: Counts the time of steps on the host; ``None`` for steps on the device.
+        by_unit: Returns pieces by unit, in an order that all ranks share; by default these are not
+            stepped one after the other.
+        refresh: Called with each unit's pieces, in that order, once they have been stepped, also on
+            ranks that have nothing of them.
 
     Attributes:
         batches: What is stepped together, one batch after the other; a piece that is cut is in
-            several. Empty if states rest where they are stepped.
+            several. Empty if all is stepped at once.
         is_torn: ``True`` during a step of several batches, and forever after one that ended
             half-way.
     """
 
     place = "host memory"
 
-    def __init__(self, optimizer: Optimizer, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        ledger: Ledger | None = None,
+        by_unit: Callable[[Sequence[Piece]], list[list[Piece]]] = lambda pieces: [],
+        refresh: Callable[[list[Piece]], None] | None = None,
+    ) -> None:
         super().__init__(optimizer)
         self.batches: list[list[Part]] = []
-        self._ledger = ledger
+        self._ledger, self._by_unit, self._refresh = ledger, by_unit, refresh
         # Else batches may not give the same numbers.
         self._is_at_once = not may_step_in_batches(optimizer)
         self._under_way: Generator[None, None, None] | None = None
@@ -119,6 +131,12 @@ class UnitStep(Stepper):
             elif isinstance(optimizer, torch.optim.SGD) and group.get("fused") and on_host & _HALF:
                 found.append((group, False))  # it would leave most of a 16-bit parameter unchanged
         return found
+
+    @override
+    def take(self, pieces: Sequence[Piece]) -> None:
+        if not self._is_at_once:
+            units = self._by_unit([p for p in pieces if p.plan.rests_on_host and not p.plan.stays])
+            self.batches = [[Part.all_of(piece) for piece in unit] for unit in units]
 
     # -- states ----------------------------------------------------------------------------------
 
@@ -151,7 +169,15 @@ class UnitStep(Stepper):
 
     def brought(self, batches: list[list[Part]]) -> Generator[list[Part], None, None]:
         """Yield each batch when its states are in memory, and bring them to rest behind it."""
-        yield from batches
+        for number, batch in enumerate(batches):
+            yield batch
+            if self.batches:
+                self.refresh(number)
+
+    def refresh(self, number: int) -> None:
+        """Bring weights up to date once their batch has been stepped, while others are not yet."""
+        if self._refresh is not None:
+            self._refresh([part.piece for part in self.batches[number]])
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -193,7 +219,7 @@ class UnitStep(Stepper):
         fused = [(group, group["fused"], new) for group, new in self._to_fuse()]
         # What has no gradient is not stepped.
         batches = [[part for part in each if part.piece.grad is not None] for each in self.batches]
-        batches = [batch for batch in batches if batch] or [[]]
+        batches = [batch for batch in batches if batch or self._refresh is not None] or [[]]
         batched = {part.piece for batch in batches for part in batch}
         # Torch wraps the step of a class to call the hooks; unwrap it.
         step: Callable[[Any], Any] = type(optimizer).step

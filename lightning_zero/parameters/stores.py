@@ -353,6 +353,7 @@ class HostStore(Store):
 
     @override
     def cast(self, unit: str) -> None:
+        self._as_of = -1
         if self._is_on_device and self.plan.master.medium is Medium.HOST:
             self._up = self._bring_up(Pending, unit)  # while the host steps other units
         elif self.plan.keeps_cast_weights:

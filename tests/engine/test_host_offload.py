@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.engine import ActivationOffload, Engine
 from lightning_zero.optimizer import clip
+from lightning_zero.parameters.stores import HostStore
 from lightning_zero.plan import RECIPES, Offload, Settings
 from lightning_zero.tensors import HostCopies
 from tests.oracle.device import beside_the_host
@@ -185,6 +186,90 @@ def write_what_goes_up() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_goes_up_is_not_written_to_meanwhile(ranks: Pools, world: int) -> None:
     ranks(world).run(write_what_goes_up)
+
+
+# ---------------------------------------------------------------------------- unit by unit
+
+
+class Uneven(nn.Module):
+    """Units of which a rank has nothing, and one without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one = nn.Linear(8, 1), nn.Linear(1, 1, bias=False)
+        self.last, self.unused = nn.Linear(1, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.one(self.first(x)))  # type: ignore[no-any-return]
+
+
+def stepped(seen: list[str], **settings: Any) -> dict[str, Tensor]:
+    """Step with a closure, and once more without, which is ``seen``."""
+    torch.manual_seed(0)
+    module = Uneven()
+    engine = Engine(module, Settings(units=(nn.Linear,), **settings))
+    optimizer = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9, fused=True)
+    engine.adopt(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        mixed = settings.get("recipe", RECIPES["32-true"]).autocast
+        with torch.autocast("cpu", mixed, enabled=mixed is not None, cache_enabled=False):
+            loss = module(torch.full((2, 8), 0.3)).square().sum()
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+    for _ in range(STEPS):
+        optimizer.step(closure)
+    closure()
+    seen.clear()
+    optimizer.step()
+    seen.append("end")
+    engine.close()
+    return dict(module.state_dict())
+
+
+def noting(seen: list[str], what: str, owner: Any, name: str) -> Any:
+    """Note each call of a function."""
+    own = getattr(owner, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(what)
+        return own(*args, **kwargs)
+
+    return mock.patch.object(owner, name, noted)
+
+
+def send_between_steps() -> None:
+    for sends, owner, name, settings in (
+        ("sent", HostCopies, "up", {"stage": 2}),
+        ("cast", HostStore, "cast", {"stage": 3, "recipe": RECIPES["bf16-mixed"]}),
+        ("sent", HostCopies, "up", {"stage": 3, "offload": Offload("cpu")}),
+    ):
+        offload = {"offload": Offload.of_stage(settings["stage"], "cpu"), **settings}
+        seen: list[str] = []
+        step = noting(seen, "stepped", torch.optim.sgd, "sgd")
+        with beside_the_host(), step, noting(seen, sends, owner, name):
+            found = stepped(seen, **offload)
+        assert seen[: seen.index("end")] == 4 * ["stepped", sends], (seen, settings)
+        settings.pop("offload", None)
+        require_equal(found, stepped([], **settings), sends)
+
+
+def test_units_are_cast_or_sent_while_others_are_stepped(ranks: Pools) -> None:
+    ranks(2).run(send_between_steps)
+
+
+def test_a_step_that_fails_between_units_is_torn() -> None:
+    with beside_the_host():
+        module, engine, optimizer = linears(stage=2, offload=Offload("cpu"))
+        backward(module, 1)
+        steps = mock.patch.object(torch.optim.sgd, "sgd", side_effect=[None, KeyboardInterrupt])
+        with steps, pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"half-way: .* Resume from the last checkpoint"):
+            optimizer.step()
+        engine.close()
 
 
 # ---------------------------------------------------------------------------- activations

@@ -569,13 +569,15 @@ def _on_host(device: Device) -> Iterator[Any]:
             return made if is_known else device.paint(made, kind)
 
         yield mock.patch.object(cls, name, on_host)
-    for name, place in (("begin", "pageable"), ("end", "device")):
+    # A step on the host lasts from its begin to its end, but for what sends weights up meanwhile.
+    for name, place in (("begin", "pageable"), ("refresh", "device"), ("end", "device")):
         own_step = getattr(UnitStep, name)
 
         def step(one: Any, *args: Any, own: Any = own_step, place: str = place) -> None:
-            if one._ledger is not None:  # of steps on the host
-                device.new = place
+            before = "device" if one._ledger is None else device.new
+            device.new = "device" if one._ledger is None else place
             own(one, *args)
+            device.new = before if own.__name__ == "refresh" else device.new
 
         yield mock.patch.object(UnitStep, name, step)
     for kind, name in ((StagedFile, "mapped"), (StagingMemory, "tensor")):
