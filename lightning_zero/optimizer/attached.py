@@ -11,7 +11,10 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-METHODS = ("train", "eval", "load_state_dict", "zero_grad", "state_dict", "__getstate__")
+METHODS = (
+    *("train", "eval", "load_state_dict", "zero_grad", "state_dict", "__getstate__"),
+    "register_step_pre_hook",
+)
 """The methods of an optimizer that do more while an engine steps it."""
 
 

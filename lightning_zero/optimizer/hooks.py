@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Communicator
+from lightning_zero.comm import Communicator, agreed
 from lightning_zero.optimizer.attached import METHODS, Removable, put_around, with_inner
 from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import FindPiece, held_by, is_whole_state, pieces_of_groups
@@ -85,13 +85,12 @@ class OptimizerHooks:
         self._point(optimizer)
         functions: list[Callable[..., Any]] = [
             *(self.change, self.change, self._load, self._zero_grad),
-            *(self._of_whole, self._of_whole),
+            *(self._of_whole, self._of_whole, self._register),
         ]
         self.handles: list[Removable] = [
             optimizer.register_step_pre_hook(self._before_step),
             # The user's hooks may read and change weights, so they run outside of the step.
             internals.hook_first(self._after_step, optimizer),
-            *put_around(optimizer, "register_step_pre_hook", self._register, optimizer),
             *(
                 put
                 for holder in with_inner(optimizer)
@@ -116,20 +115,11 @@ class OptimizerHooks:
             found = parameter if isinstance(parameter, Piece) else self._find_piece(parameter)
             return parameter if found is None else self._stepper.stepped_as(found)
 
-        found: Verdict | Exception
-        try:
-            is_by_unit = isinstance(self._stepper, UnitStep)
-            with stepper_of(optimizer).holding_parts():
-                found = verdict_of(optimizer, master_of, choices=self._choices, by_unit=is_by_unit)
-        except Exception as error:
-            found = error
-        own = found if isinstance(found, Verdict) else f"{type(found).__name__}: {found}"
-        of_ranks = self._comm.control.gather_objects(own)
-        if isinstance(found, Exception):
-            raise found
-        for failed in (one for one in of_ranks if isinstance(one, str)):
-            raise ValueError(f"Another rank cannot step {type(optimizer).__name__}: {failed}")
-        return slowest(of_ranks)
+        control, by_unit = self._comm.control, isinstance(self._stepper, UnitStep)
+        doing = f"Adopting {type(optimizer).__name__}"
+        with agreed(control, doing), stepper_of(optimizer).holding_parts():
+            found = verdict_of(optimizer, master_of, choices=self._choices, by_unit=by_unit)
+        return slowest(control.gather_objects(found))
 
     @property
     def notice(self) -> str | None:
@@ -182,8 +172,7 @@ class OptimizerHooks:
         self._stepper.check()
         self._is_begun, self._closure, self._arguments = False, None, lambda: None
         self._point(optimizer)
-        is_early = self._stepper.steps_before_call
-        if is_early and not internals.is_called_last(self._before_step, optimizer):
+        if self._stepper.batches and not internals.is_called_last(self._before_step, optimizer):
             raise RuntimeError(
                 f"A step pre-hook of {type(optimizer).__name__} would run after units have been"
                 " stepped. Register it with the optimizer's own register_step_pre_hook()."
@@ -266,7 +255,7 @@ class OptimizerHooks:
         """Load states, whole ones as from DDP or this rank's parts, and keep this rank's parts."""
         with self._stepper.holding_parts():
             method(*args, **kwargs)
-            if not self._stepper.switches:
+            if self.verdict.way is Way.ALL_AT_ONCE:
                 return
             members = {piece: self._stepper.member(piece) for piece in self._pieces}
             is_whole = self._stepper.is_whole
@@ -282,7 +271,8 @@ class OptimizerHooks:
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Call ``state_dict``, or what a copy is made of, with whole states."""
-        if self._stepper.is_lent or not self._stepper.switches:  # saved by all ranks, or whole
+        is_whole = self.verdict.way is Way.ALL_AT_ONCE
+        if is_whole or self._stepper.is_lent:  # saved by all ranks
             return method(*args, **kwargs)
         if self._stepper.is_hidden:
             raise RuntimeError(

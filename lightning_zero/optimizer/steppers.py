@@ -25,10 +25,10 @@ optimizer that steps all at once has the module's parameters, and states as unde
 from __future__ import annotations
 
 import io
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,7 @@ class Stepper(OfOptimizer):
 
     Attributes:
         way: How the optimizer is stepped.
+        batches: What is stepped one after the other, before the user's call but for the last.
         is_torn: Whether some units are stepped and others not.
         comm: The ranks; ``None`` when the run has ended.
         pieces: This rank's pieces of all members so far.
@@ -70,6 +71,7 @@ class Stepper(OfOptimizer):
     """
 
     way = Way.BY_ELEMENT
+    batches: Sequence[Any] = ()
     is_torn = False
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -83,19 +85,9 @@ class Stepper(OfOptimizer):
         self._states: WholeStates | None = None
 
     @property
-    def switches(self) -> bool:
-        """Return whether the optimizer shows something else between steps."""
-        return self._states is not None
-
-    @property
     def is_whole(self) -> bool:
         """Return whether it steps whole parameters, which have whole states."""
         return self.way is not Way.BY_ELEMENT
-
-    @property
-    def steps_before_call(self) -> bool:
-        """Return whether it steps before the user's call of ``step``, after all pre-hooks."""
-        return False
 
     @property
     def has_own_format(self) -> bool:
@@ -361,8 +353,8 @@ class WholeStates(MutableMapping[Any, Any]):
     def __init__(self, stepper: Stepper) -> None:
         self.parts: Any = {}
         self._stepper = stepper
-        self._wholes: dict[int, tuple[Piece, Any]] = {}
-        self._known: set[int] | None = None
+        self._wholes: dict[Piece, Any] = {}
+        self._known: set[Piece] | None = None
 
     # -- lookups ---------------------------------------------------------------------------------
 
@@ -370,11 +362,11 @@ class WholeStates(MutableMapping[Any, Any]):
         piece = self._piece_of(key)
         if piece is None:
             return self.parts[key]
-        if id(piece) not in self._wholes:
+        if piece not in self._wholes:
             self._sync()
             whole = self._gathered(piece)
-            self._wholes[id(piece)] = piece, {} if whole is None else whole
-        return self._wholes[id(piece)][1]
+            self._wholes[piece] = {} if whole is None else whole
+        return self._wholes[piece]
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the state of ``key`` if there is one."""
@@ -390,14 +382,14 @@ class WholeStates(MutableMapping[Any, Any]):
         piece = self._piece_of(key)
         if piece is None:
             return key in self.parts
-        return id(piece) in self._wholes or id(piece) in self._on_any_rank()
+        return piece in self._wholes or piece in self._on_any_rank()
 
     def __iter__(self) -> Iterator[Any]:
         if self._stepper.is_hidden:
             yield from [*self.parts]
             return
         there = {*self._on_any_rank(), *self._wholes}
-        yield from [piece.parameter for piece in self._stepper.pieces if id(piece) in there]
+        yield from [piece.parameter for piece in self._stepper.pieces if piece in there]
         yield from [key for key in self.parts if id(key) not in self._stepper.found]
 
     def __len__(self) -> int:
@@ -413,15 +405,15 @@ class WholeStates(MutableMapping[Any, Any]):
     def _part(self, piece: Piece) -> Any:
         return self.parts.get(self._stepper.member(piece))
 
-    def _on_any_rank(self) -> set[int]:
-        """Return the pieces, by id, of the parameters that have a state; a collective."""
+    def _on_any_rank(self) -> set[Piece]:
+        """Return the pieces of the parameters that have a state; a collective."""
         if self._known is None:
             self._sync()
             pieces, member = self._stepper.pieces, self._stepper.member
             own = bytes(member(piece) in self.parts for piece in pieces)
             of_ranks = self._stepper.require_run().control.gather_objects(own)
             flags = map(any, zip(*of_ranks, strict=True))
-            self._known = {id(piece) for piece, flag in zip(pieces, flags, strict=True) if flag}
+            self._known = {*itertools.compress(pieces, flags)}
         return self._known
 
     def _sync(self) -> None:
@@ -442,7 +434,7 @@ class WholeStates(MutableMapping[Any, Any]):
         if piece is None:
             self.parts[key] = value
         else:
-            self._wholes[id(piece)] = piece, value
+            self._wholes[piece] = value
 
     def __delitem__(self, key: Any) -> None:
         piece = self._piece_of(key)
@@ -451,9 +443,9 @@ class WholeStates(MutableMapping[Any, Any]):
             return
         if key not in self:
             raise KeyError(key)
-        self._wholes.pop(id(piece), None)
+        self._wholes.pop(piece, None)
         self.parts.pop(self._stepper.member(piece), None)
-        self._known = self._on_any_rank() - {id(piece)}
+        self._known = self._on_any_rank() - {piece}
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Remove the state of ``key`` and return it."""
@@ -473,7 +465,7 @@ class WholeStates(MutableMapping[Any, Any]):
         """Take changes to whole states into ``parts``, and let go of the whole ones."""
         stepper = self._stepper
         wholes, self._wholes, self._known = self._wholes, {}, None
-        for piece, state in wholes.values():
+        for piece, state in wholes.items():
             before = self._part(piece)
             if stepper.keeps_state_of(piece) and (state or before is not None):
                 self.parts[stepper.member(piece)] = stepper.part_of(state, piece)
@@ -485,8 +477,8 @@ class WholeStates(MutableMapping[Any, Any]):
         whole: defaultdict[Any, Any] = defaultdict(dict)
         self._sync()
         for piece in self._stepper.pieces:
-            kept = self._wholes.get(id(piece))
-            state = self._gathered(piece) if kept is None else owned(kept[1])
+            kept = piece in self._wholes
+            state = owned(self._wholes[piece]) if kept else self._gathered(piece)
             if state is not None:
                 whole[piece.parameter] = state
         found = self._stepper.found
@@ -520,41 +512,34 @@ def _from_owner(mine: Any, piece: Piece, comm: Communicator) -> Any:
     return torch.load(received, map_location=places, weights_only=False)
 
 
-@dataclass(frozen=True)
-class _Elements:
-    """Stands for a tensor with a number for each element of a piece."""
-
-    dtype: torch.dtype
-
-
 def _from_parts(mine: Any, piece: Piece, comm: Communicator) -> Any:
     """Return a copy of the state of which ranks have parts; a collective.
 
     What has no number per element is a copy of this rank's, or else of another's.
     """
     slot, own = piece.range.slot, piece.detach()
-    values: list[Tensor] = []
+    values: dict[str, Tensor] = {}
 
     def noted(key: str, value: Any) -> Any:
         is_empty = not slot.numel and key != "step" and isinstance(value, Tensor)
         if is_of_elements(key, value, own) or (is_empty and value.shape == own.shape):
-            values.append(value.detach().contiguous().view(torch.uint8))
-            return _Elements(value.dtype)
+            values[key] = value.detach().cpu().contiguous().view(torch.uint8)
+            return value.dtype
         return value.detach().clone() if isinstance(value, Tensor) else value
 
     form = with_entries(mine, noted) if isinstance(mine, Mapping) else owned(mine)
-    of_ranks = comm.control.gather_objects(tree_map_only(Tensor, Tensor.cpu, (form, values)))
+    of_ranks = comm.control.gather_objects((tree_map_only(Tensor, Tensor.cpu, form), values))
     of_copy = [of_ranks[rank] for rank in comm.mesh.shard.ranks]
     if mine is None:
         form = next((other for other, _ in of_copy if other is not None), None)
     if not isinstance(form, Mapping):
         return form
-    parts = iter([*zip(*(held for _, held in of_copy if held), strict=True)])
+    parts = [held for _, held in of_copy if held]
 
-    def whole(_: str, value: Any) -> Any:
-        if not isinstance(value, _Elements):
+    def whole(key: str, value: Any) -> Any:
+        if not parts or key not in parts[0]:
             return value
-        flat = torch.cat(next(parts)).to(piece.parameter.device)
-        return flat.view(value.dtype).as_strided(slot.shape, slot.stride)
+        flat = torch.cat([held[key] for held in parts]).to(piece.parameter.device)
+        return flat.view(value).as_strided(slot.shape, slot.stride)
 
     return with_entries(form, whole)

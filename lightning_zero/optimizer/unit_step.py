@@ -107,11 +107,6 @@ class UnitStep(Stepper):
         self._is_at_once = not may_step_in_batches(optimizer)
         self._under_way: Generator[None, None, None] | None = None
 
-    @property
-    @override
-    def steps_before_call(self) -> bool:
-        return bool(self.batches)
-
     def _to_fuse(self) -> list[tuple[dict[str, Any], bool]]:
         """Return the groups to step with another ``fused`` on the CPU, each with that.
 
