@@ -24,7 +24,6 @@ from lightning.pytorch.plugins.precision import Precision
 from pytorch_optimizer import Lookahead
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.optim import Optimizer
 
 from lightning_zero import ZeROPrecision, ZeROStrategy, estimate, fabric, gathered, join
 from lightning_zero.comm import Communicator
@@ -206,10 +205,6 @@ def step_unsent(m: Any, batch: Any, batch_idx: int) -> None:
     with optimizer.toggle_model(sync_grad=False):
         m.manual_backward(m(batch[0]).sum())
     optimizer.step()
-
-
-def hook_late(module: Any) -> None:
-    Optimizer.register_step_pre_hook(module.trainer.optimizers[0], lambda *_: None)
 
 
 def assigns(name: str, data: Any) -> Callable[[], Any]:
@@ -410,7 +405,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "backward in join": (fit(but(on_train_batch_end=go_backward_in_join)), R, r"began within `lightning_zero.join`"),
     "a graph between steps": (fit(but(on_train_batch_end=lambda m: torch.stack([p.square().sum() for p in m.parameters()]).sum().backward())), R, r"no longer in memory[.] .* `training_step`"),
     "gathered in gathered": (fit(but(on_train_batch_end=gather_within)), R, "to the outer one"),
-    "a late hook": (fit(but(on_train_batch_start=hook_late), **AWAY), R, r"pre-hook of AdamW .*own register_step_pre_hook"),
     **{f"assigned {name} {number}": (assigns(name, data), R, r"cannot be assigned .* 'head.weight', of") for name in ("grad", "data") for number, data in enumerate((lambda m: torch.zeros(WIDTH), lambda m: torch.zeros(WIDTH, WIDTH, dtype=torch.float64)))},
     "a gradient of another": (assigns("grad", lambda m: m.net.stem.weight.grad), R, "'net.stem.weight' was assigned to parameter 'head.weight"),
     "a gradient's storage": (fit(but(on_before_optimizer_step=lambda m: m.head.weight.grad.untyped_storage().data_ptr())), R, "storage"),

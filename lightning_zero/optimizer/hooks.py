@@ -172,11 +172,6 @@ class OptimizerHooks:
         self._stepper.check()
         self._is_begun, self._closure, self._arguments = False, None, lambda: None
         self._point(optimizer)
-        if self._stepper.batches and not internals.is_called_last(self._before_step, optimizer):
-            raise RuntimeError(
-                f"A step pre-hook of {type(optimizer).__name__} would run after units have been"
-                " stepped. Register it with the optimizer's own register_step_pre_hook()."
-            )
         if closure is not None:
             # What it takes from groups and states before it calls the closure it may use later.
             self._stepper.hide()

@@ -59,7 +59,6 @@ class Stepper(OfOptimizer):
 
     Attributes:
         way: How the optimizer is stepped.
-        batches: What is stepped one after the other, before the user's call but for the last.
         is_torn: Whether some units are stepped and others not.
         comm: The ranks; ``None`` when the run has ended.
         pieces: This rank's pieces of all members so far.
@@ -71,7 +70,6 @@ class Stepper(OfOptimizer):
     """
 
     way = Way.BY_ELEMENT
-    batches: Sequence[Any] = ()
     is_torn = False
 
     def __init__(self, optimizer: Optimizer) -> None:

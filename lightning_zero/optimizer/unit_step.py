@@ -1,13 +1,13 @@
 """Steps by element of masters or states that rest elsewhere: for offload and stochastic rounding.
 
 Members are stepped in batches, as far as an optimizer's step changes nothing that they share;
-otherwise the user's own call of ``step`` steps all of them. Before the user's call goes through the
-param groups, the step of the class is called for all batches but the last, one after the other; the
-call itself steps the last one. Hooks, schedulers, counters and the closure see one step::
+otherwise the user's own call of ``step`` steps all of them. The call steps the first batch; behind
+it, the step of the class is called for the others, one after the other. Hooks, schedulers, counters
+and the closure see one step::
 
-    pre-hook    batch 0 | batch 1 | ...   the groups hold stand-ins of one batch
-    step        last batch
-    post-hook                             they hold all members again
+    pre-hook                              the groups hold stand-ins of one batch
+    step        batch 0
+    post-hook   batch 1 | batch 2 | ...   then they hold all members again
 
 A **stand-in** is stepped in place of a part of a piece, with a gradient and a state of its own. All
 members that no batch has are stepped with the first.
@@ -87,8 +87,8 @@ class UnitStep(Stepper):
     Attributes:
         batches: What is stepped together, one batch after the other; a piece that is cut is in
             several. Empty if all is stepped at once.
-        is_torn: ``True`` during a step of several batches, and forever after one that ended
-            half-way.
+        is_torn: ``True`` in a step of several batches from the second on, and forever after one
+            that ended half-way.
     """
 
     place = "host memory"
@@ -188,14 +188,14 @@ class UnitStep(Stepper):
     @override
     @torch.no_grad()
     def begin(self) -> None:
-        """Step all batches but the last, and leave that one to the call under way."""
+        """Leave the first batch to the call under way."""
         self._under_way = self._step()
         next(self._under_way)
 
     @override
     @torch.no_grad()
     def end(self) -> None:
-        """End the step of the last batch, and restore the param groups."""
+        """Step all other batches, and restore the param groups."""
         assert self._under_way is not None
         next(self._under_way, None)
 
@@ -207,7 +207,7 @@ class UnitStep(Stepper):
         super().remove()
 
     def _step(self) -> Generator[None, None, None]:
-        """Step batch by batch, the last one while this generator waits."""
+        """Step batch by batch, the first one while this generator waits."""
         began, optimizer = perf_counter(), self.optimizer
         groups, states = optimizer.param_groups, optimizer.state
         members = [[*group["params"]] for group in groups]
@@ -225,8 +225,6 @@ class UnitStep(Stepper):
                 group["fused"] = new
             with contextlib.closing(self.brought(batches)) as brought:
                 for number, batch in enumerate(brought):
-                    # Not before: if memory is lacking, the step may be tried again.
-                    self.is_torn |= len(batches) > 1
                     lent = {part.piece: self._stand_in(part) for part in batch}
                     for group, held in zip(groups, members, strict=False):
                         group["params"][:] = [
@@ -234,10 +232,11 @@ class UnitStep(Stepper):
                             for one in held
                             if one in lent or (number == 0 and one not in batched)
                         ]
-                    if number < len(batches) - 1:
-                        step(optimizer)
-                    else:
+                    if number == 0:
                         yield
+                    else:
+                        step(optimizer)
+                    self.is_torn |= len(batches) > 1
                     for part in batch:
                         self._take_back(part, lent.pop(part.piece))
             self.is_torn = False

@@ -227,11 +227,6 @@ def call_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Non
     hooks.move_to_end(next(key for key, value in hooks.items() if value == hook))
 
 
-def is_called_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step pre-hook of an optimizer is called behind all others."""
-    return bool(next(reversed(optimizer._optimizer_step_pre_hooks.values())) == hook)
-
-
 @contextlib.contextmanager
 def without_hooks_of_all_steps() -> Iterator[None]:
     """Enter a context without the global step hooks of optimizers; torch has no public one."""

@@ -570,14 +570,20 @@ def _on_host(device: Device) -> Iterator[Any]:
 
         yield mock.patch.object(cls, name, on_host)
     # A step on the host lasts from its begin to its end, but for what sends weights up meanwhile.
-    for name, place in (("begin", "pageable"), ("refresh", "device"), ("end", "device")):
-        own_step = getattr(UnitStep, name)
+    for name, within, after in (
+        ("begin", "pageable", "pageable"),
+        ("refresh", "device", "pageable"),
+        ("end", "pageable", "device"),
+    ):
+        own_step, places = getattr(UnitStep, name), (within, after)
 
-        def step(one: Any, *args: Any, own: Any = own_step, place: str = place) -> None:
-            before = "device" if one._ledger is None else device.new
-            device.new = "device" if one._ledger is None else place
+        def step(
+            one: Any, *args: Any, own: Any = own_step, places: tuple[str, str] = places
+        ) -> None:
+            is_on_host = one._ledger is not None
+            device.new = places[0] if is_on_host else device.new
             own(one, *args)
-            device.new = before if own.__name__ == "refresh" else device.new
+            device.new = places[1] if is_on_host else device.new
 
         yield mock.patch.object(UnitStep, name, step)
     for kind, name in ((StagedFile, "mapped"), (StagingMemory, "tensor")):
