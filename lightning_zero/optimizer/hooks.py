@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Communicator, agreed
 from lightning_zero.optimizer.attached import METHODS, Removable, put_around, with_inner
 from lightning_zero.optimizer.known import Way
-from lightning_zero.optimizer.pieces import FindPiece, held_by, is_whole_state, pieces_of_groups
-from lightning_zero.optimizer.steppers import Stepper, stepper_of, take_over
+from lightning_zero.optimizer.pieces import FindPiece, held_by, is_whole_state
+from lightning_zero.optimizer.steppers import Stepper, pieces_of_groups, stepper_of, take_over
 from lightning_zero.optimizer.unit_step import UnitStep
 from lightning_zero.optimizer.watch import Verdict, slowest, verdict_of
 from lightning_zero.optimizer.whole_step import WholeStep
@@ -138,17 +138,13 @@ class OptimizerHooks:
         try:
             if self._members:
                 self._check_still_holds(optimizer)
-            found = pieces_of_groups(optimizer, self._find)
+            found = pieces_of_groups(optimizer, self._find_piece)
             self._pieces = [*found]
             self._stepper.take(self._pieces)
             self._stepper.add(found)
         finally:
             self._stepper.show()
         self._members = held_by(optimizer)
-
-    def _find(self, member: Parameter) -> Piece | None:
-        known = self._stepper.found.get(id(member))
-        return self._find_piece(member) if known is None else known
 
     def _check_still_holds(self, optimizer: Optimizer) -> None:
         if self.verdict.way is not Way.BY_ELEMENT:

@@ -30,26 +30,6 @@ def parameter_of(member: Parameter) -> Parameter:
     return member.parameter if isinstance(member, Piece) else member
 
 
-def pieces_of_groups(optimizer: Optimizer, find_piece: FindPiece) -> dict[Piece, Parameter]:
-    """Return the pieces of an optimizer's members, each with the member; skip those of no engine.
-
-    Raises:
-        ValueError: A parameter is in two groups.
-    """
-    found: dict[Piece, Parameter] = {}
-    for member in held_by(optimizer):
-        piece = find_piece(member)
-        if piece in found:
-            name, kind = piece.range.slot.name, type(optimizer).__name__
-            raise ValueError(
-                f"Parameter {name!r} appears in more than one param group of {kind}. Put each"
-                " parameter into one group."
-            )
-        if piece is not None:
-            found[piece] = member
-    return found
-
-
 def put_members(optimizer: Optimizer, new: Mapping[int, Parameter]) -> None:
     """Replace members of the param groups by the ``new`` ones for their ids, in place."""
     for group in optimizer.param_groups:

@@ -274,6 +274,26 @@ def members(optimizer: Optimizer, find_piece: FindPiece | None = None) -> list[P
     return [one if piece is None else piece for one, piece in zip(held, new, strict=True)]
 
 
+def pieces_of_groups(optimizer: Optimizer, find_piece: FindPiece) -> dict[Piece, Parameter]:
+    """Return the pieces among :func:`members`, each with what the groups hold for it.
+
+    Raises:
+        ValueError: A parameter is in two groups.
+    """
+    found: dict[Piece, Parameter] = {}
+    for piece, held in zip(members(optimizer, find_piece), held_by(optimizer), strict=True):
+        if not isinstance(piece, Piece):
+            continue
+        if piece in found:
+            name, kind = piece.range.slot.name, type(optimizer).__name__
+            raise ValueError(
+                f"Parameter {name!r} appears in more than one param group of {kind}. Put each"
+                " parameter into one group."
+            )
+        found[piece] = held
+    return found
+
+
 def kept_states(optimizers: Iterable[Optimizer]) -> Iterator[tuple[Any, Any]]:
     """Yield the states that this rank keeps, each with its piece or other key."""
     for optimizer in optimizers:

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.optimizer.attached import bare, options_of
-from lightning_zero.optimizer.known import CHOICES, Way, is_patched, known_class, known_way
+from lightning_zero.optimizer.known import CHOICES, Way, is_patched, known_way, may_step_in_batches
 from lightning_zero.optimizer.pieces import parameter_of
 from lightning_zero.optimizer.steppers import members
 from lightning_zero.optimizer.toys import CannotCopy, copy_of, held_by_attributes, stepping_toys
@@ -108,11 +108,11 @@ def _verdict(optimizer: Optimizer, master_of: MasterOf, choices: Mapping[str, st
             )
         _, waits = reason_against_elements(optimizer, master_of)
         return Verdict(way, f"is set to {word!r} by optimizer_step", waits)
-    known, known_as = known_class(cls), None if is_patched(cls) else known_way(optimizer)
+    known_as = None if is_patched(cls) else known_way(optimizer)
     if known_as in (Way.BY_PARAMETER, Way.ALL_AT_ONCE):
         what = "a parameter" if known_as is Way.BY_PARAMETER else "parameters"
         return Verdict(known_as, f"mixes the elements of {what}")
-    if known_as is not None and known is not None and known.package == "torch.optim":
+    if may_step_in_batches(optimizer):
         return Verdict(Way.BY_ELEMENT)
     # Also one of another package in the table, which may be installed in another version.
     reason, waits = reason_against_elements(optimizer, master_of)

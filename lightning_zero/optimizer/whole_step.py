@@ -237,14 +237,10 @@ class WholeStep(Stepper):
         self._release()
 
     def _bring_back(self, wholes: Sequence[Whole]) -> None:
-        parts: list[list[Tensor]] = [[] for _ in self._loads]
-        sizes: list[list[int]] = [[] for _ in self._loads]
-        for whole in wholes:
-            if whole.is_here:
-                for part, own in zip(parts, whole.parts(whole.member.detach()), strict=True):
-                    part.append(own)
-            sizes[whole.owner or 0].append(whole.piece.nbytes)
-        received = self._send(parts, sizes)
+        ranks = range(self._axis.size)
+        cut = [whole.parts(whole.member.detach()) for whole in wholes if whole.is_here]
+        sizes = [[whole.piece.nbytes for whole in wholes if whole.owner == n] for n in ranks]
+        received = self._send([[parts[n] for parts in cut] for n in ranks], sizes)
         for whole in wholes:
             whole.piece.data.view(torch.uint8).copy_(next(received[whole.owner or 0]))
 
