@@ -253,7 +253,7 @@ class Engine:
                 if flat.may_be_stepped:
                     flat.store.cast(unit.label)
         self.sharded.refresh(units, only_stepped=True)
-        self._refreshed.update(unit.index for unit in units)
+        self._refreshed |= {unit.index for unit in units}
 
     # -- loading ---------------------------------------------------------------------------------
 

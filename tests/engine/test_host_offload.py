@@ -6,6 +6,7 @@ The device is that of `tests/oracle/device.py`; `test_device_paths.py` has whole
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -25,6 +26,7 @@ from tests.oracle.device import beside_the_host
 from tests.oracle.ranks import Pools
 
 STEPS, MICRO = 3, 2
+SGD = importlib.import_module("torch.optim.sgd")
 
 
 def linears(*, is_frozen: bool = False, **settings: Any) -> tuple[Any, Engine, Optimizer]:
@@ -248,7 +250,7 @@ def send_between_steps() -> None:
     ):
         offload = {"offload": Offload.of_stage(settings["stage"], "cpu"), **settings}
         seen: list[str] = []
-        step = noting(seen, "stepped", torch.optim.sgd, "sgd")
+        step = noting(seen, "stepped", SGD, "sgd")
         with beside_the_host(), step, noting(seen, sends, owner, name):
             found = stepped(seen, **offload)
         assert seen[: seen.index("end")] == 4 * ["stepped", sends], (seen, settings)
@@ -264,7 +266,7 @@ def test_a_step_that_fails_between_units_is_torn() -> None:
     with beside_the_host():
         module, engine, optimizer = linears(stage=2, offload=Offload("cpu"))
         backward(module, 1)
-        steps = mock.patch.object(torch.optim.sgd, "sgd", side_effect=[None, KeyboardInterrupt])
+        steps = mock.patch.object(SGD, "sgd", side_effect=[None, KeyboardInterrupt])
         with steps, pytest.raises(KeyboardInterrupt):
             optimizer.step()
         with pytest.raises(RuntimeError, match=r"half-way: .* Resume from the last checkpoint"):
