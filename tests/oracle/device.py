@@ -582,8 +582,10 @@ def _on_host(device: Device) -> Iterator[Any]:
         ) -> None:
             is_on_host = one._ledger is not None
             device.new = places[0] if is_on_host else device.new
-            own(one, *args)
-            device.new = places[1] if is_on_host else device.new
+            try:
+                own(one, *args)
+            finally:
+                device.new = places[1] if is_on_host else device.new
 
         yield mock.patch.object(UnitStep, name, step)
     for kind, name in ((StagedFile, "mapped"), (StagingMemory, "tensor")):
