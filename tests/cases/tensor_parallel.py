@@ -185,9 +185,10 @@ def state_of_one(m: Any, *_: Any) -> Any:
 
 # A state is read between steps, where it is whole.
 RESUMED: dict[str, Any] = {**SAVED, "limit_train_batches": 1, "readers": ("own", "ddp"), "moments": {"on_train_batch_end": state_of_one}}  # fmt: skip
-# Muon multiplies in bf16: one rounding of its update there is 2**14 ulps of a weight in fp32.
+# Muon multiplies in bf16: one rounding of its update there is 2**14 ulps of a weight in fp32, and
+# sums over tensor-parallel ranks shift a few of them.
 MIXING: dict[str, tuple[Any, dict[str, Any]]] = {
-    "muon": (muon, {**RESUMED, "stages": (3,), "ulps": 2**15}),
+    "muon": (muon, {**RESUMED, "stages": (3,), "ulps": 2**16}),
     "adafactor": (of(torch.optim.Adafactor), {**RESUMED, "stages": (1, 3), "settings": ({"shard": 1}, {})}),
     "lbfgs": (of(torch.optim.LBFGS, 0.1, max_iter=2, history_size=3), {"stages": (2,)}),
 }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Engine, open_engines
 from lightning_zero.memory import explained_memory, summary
 from lightning_zero.memory.summary import free_of_host, of_device
 from lightning_zero.plan import Settings
@@ -161,10 +160,14 @@ class _RunsOut(Regression):
 
 
 def _noted() -> list[list[str]]:
-    gc.collect()  # engines of earlier tests in this process
-    found = []
+    found, earlier = [], open_engines()  # of earlier tests in this process
+    module = sys.modules[explained_memory.__module__]
+    new = lambda: [engine for engine in open_engines() if engine not in earlier]  # noqa: E731
     for place in ("forward", "backward"):
-        with pytest.raises(torch.OutOfMemoryError) as caught:
+        with (
+            mock.patch.object(module, "open_engines", new),
+            pytest.raises(torch.OutOfMemoryError) as caught,
+        ):
             make_trainer(3, max_epochs=1).fit(_RunsOut(place), rows())
         found.append(caught.value.__notes__)
     return found
