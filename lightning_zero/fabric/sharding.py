@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -33,7 +34,7 @@ from lightning_zero.parameters import make_local
 from lightning_zero.plan import START_METHODS, STRATEGIES, Recipe, Settings
 
 
-class Sharding:
+class Sharding(ABC):
     """The base class, before Lightning's own, of strategies that shard modules over the ranks.
 
     Attributes:
@@ -129,9 +130,9 @@ class Sharding:
         return nullcontext() if control is None else control.watchdog.at(place)
 
     @property
+    @abstractmethod
     def _control(self) -> Control | None:
         """What connects all ranks, once they are connected."""
-        raise NotImplementedError
 
     def _mesh_instead_of(self, group: Any) -> Any:
         """Return the mesh of the ranks if ``group`` is that of all ranks."""
