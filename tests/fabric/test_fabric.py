@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.engine import open_engines
 from lightning_zero.fabric import ZeROStrategy
 from lightning_zero.memory import format_bytes
 from tests.cases.fabric_loops import WIDTH, batch, begun, output, step_with
@@ -66,15 +66,14 @@ class _RunsOut(torch.autograd.Function):
 
 
 def out_of_memory() -> tuple[list[str], int]:
-    """Also return the bytes of the weights of two modules."""
-    gc.collect()  # engines of earlier tests in this process
+    """Also return the bytes of the weights of all modules, with those of earlier tests."""
     fabric = fabric_of("zero3")
     model, _ = begun(fabric)
     begun(fabric)
     output(fabric, model, 0).backward()  # which Fabric refuses under some strategies
     with pytest.raises(torch.OutOfMemoryError) as error:
         fabric.backward(_RunsOut.apply(output(fabric, model, 0)))
-    held = [engine.sharded.memory() for engine in fabric.strategy.engines]
+    held = [engine.sharded.memory() for engine in open_engines()]
     return error.value.__notes__, sum(one["weights"] + one["master"] for one in held)
 
 
