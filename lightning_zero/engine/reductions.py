@@ -12,18 +12,27 @@ other forever. So each backward pass has **turns**, the same on all ranks:
    over, or if this rank never ran it (it sends zeros). Otherwise the turn waits.
 4. At the end of the backward pass, the remaining turns are taken. Then units are reduced again for
    which a gradient came after their turn on any rank.
+
+At its beginning, autograd knows which gradients a pass will bring, except those of passes within
+it, as checkpointing with ``use_reentrant=True`` runs. Each rank **announces** them. If all ranks
+announce the same, namely all gradients of every unit that ran, none can come late, and no rank
+waits for the others at the end. Otherwise they exchange there which gradients have come.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Sequence
 
-from lightning_zero.comm import Pending, SyncPoint
+from lightning_zero.comm import Pending, SyncPoint, with_complements
 from lightning_zero.engine.rank_check import ChangeCheck
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Unit
 from lightning_zero.tensors import runs_outside
+
+_ANNOUNCEMENT = 9
+"""The number of flags by which a rank announces its gradients."""
 
 
 class ReductionOrder:
@@ -34,7 +43,8 @@ class ReductionOrder:
         self._flats = sharded.flats
         self._control = sharded.comm.control
         num_parameters = sum(len(unit.parameters) for unit in units)
-        self._control.reserve(len(units) + max(num_parameters, ChangeCheck.NUM_FLAGS))
+        at_begin = ChangeCheck.NUM_FLAGS + _ANNOUNCEMENT
+        self._control.reserve(len(units) + max(num_parameters, at_begin))
         self._change_check = ChangeCheck(sharded)
         self._order: list[Unit] | None = None
         self._left: list[Unit] | None = None
@@ -42,6 +52,9 @@ class ReductionOrder:
         self._under_way: list[Unit] = []
         self._has_copies = sharded.comm.mesh.replicate.size > 1
         self._work: Pending | None = None
+        # This rank's announcement, and whether all ranks have made the same and nothing is open.
+        self._announcement = b""
+        self._is_settled = False
 
     def begin(self, forward_order: Iterable[int]) -> None:
         """Begin a backward pass, and start to exchange which units each rank ran.
@@ -57,10 +70,21 @@ class ReductionOrder:
         self._left = None
         have_run = [unit.calls.have_run for unit in self._units]
         have_run[-1] = True
-        flags = [*self._change_check.flags(), *have_run]
+        self._announcement = self._announce(have_run)
+        flags = [*self._change_check.flags(), *self._announcement, *have_run]
         self._work = self._control.call(SyncPoint.BEGIN, bytes(flags))
         if self._change_check.has_frozen:
             self._turns_left()  # now: this rank may have no gradients that would ask for it
+
+    def _announce(self, have_run: Sequence[bool]) -> bytes:
+        """Return flags of this rank's gradients: whether others may come, and a checksum."""
+        may_come = any(
+            unit.announced != (unit.wants if ran else [False] * len(unit.wants))
+            for unit, ran in zip(self._units, have_run, strict=True)
+        )
+        announced = [comes for unit in self._units for comes in unit.announced]
+        checksum = zlib.crc32(bytes([*announced, *self._has_grads()]))
+        return bytes([may_come]) + with_complements(checksum.to_bytes(4, "big"))
 
     @runs_outside
     def advance(self) -> None:
@@ -71,15 +95,19 @@ class ReductionOrder:
 
     def _is_over(self, unit: Unit) -> bool:
         """Return whether no further gradient of ``unit`` is expected, though some are missing."""
-        return unit is not self._units[-1] and (unit.calls.have_passed or not unit.calls.have_run)
+        if unit is self._units[-1] or unit.announced == unit.wants:
+            return False
+        return unit.calls.have_passed or not unit.calls.have_run
 
     def _turns_left(self) -> list[Unit]:
         if self._left is None:
             assert self._order is not None
             assert self._work is not None
             maxima = self._work.wait()
-            has_turn = maxima[ChangeCheck.NUM_FLAGS :]
             self._change_check.compare(maxima[: ChangeCheck.NUM_FLAGS])
+            rest = maxima[ChangeCheck.NUM_FLAGS :]
+            announcement, has_turn = rest[:_ANNOUNCEMENT], rest[_ANNOUNCEMENT:]
+            self._is_settled = announcement == self._announcement and not announcement[0]
             self._left = [
                 unit for unit in self._order if has_turn[unit.index] and True in unit.wants
             ]
@@ -104,24 +132,39 @@ class ReductionOrder:
         left = self._turns_left()
         while left:
             self._reduce(left.pop(0))
-        flags = bytearray(len(self._units))
-        for unit in self._units:
-            for flat in unit.flat_parameters:
-                flags[unit.index] |= flat.gradients.is_pending
-                flags += bytes(flat.gradients.has_grads)
-        agreed = list(map(bool, self._control.call(SyncPoint.END, bytes(flags)).wait()))
-        for unit in self._units:
-            if agreed[unit.index]:
-                self._reduce(unit)
+        late = [unit.has_late_gradients for unit in self._units]
+        if not self._is_settled:
+            has_grads = self._agree(late)
+        elif True in late:
+            raise RuntimeError(
+                f"Gradients of {self._units[late.index(True)].label!r} came from a backward pass"
+                " that ran within this one, after they had been averaged. Use"
+                " `torch.utils.checkpoint` with `use_reentrant=False`, and call `backward()`"
+                " outside of hooks."
+            )
+        else:
+            has_grads = self._has_grads()
         for unit in self._under_way[-1:]:
             unit.finish()
             # Behind all others: a host that waits for offloaded gradients waits once.
             for flat in reversed(unit.flat_parameters):
                 flat.gradients.wait()
         self._under_way = []
-        held = iter(agreed[len(self._units) :])
+        held = iter(has_grads)
         for flat in self._flats:
             flat.gradients.install(list(itertools.islice(held, len(flat.parameters))))
+
+    def _has_grads(self) -> list[bool]:
+        """Return for each parameter whether it has a gradient on this rank, or is to get one."""
+        return [has_grad for flat in self._flats for has_grad in flat.gradients.has_grads]
+
+    def _agree(self, late: Sequence[bool]) -> list[bool]:
+        """Reduce late gradients; return which parameters have a gradient on any rank."""
+        flags = bytes([*late, *self._has_grads()])
+        agreed = list(map(bool, self._control.call(SyncPoint.END, flags).wait()))
+        for unit in itertools.compress(self._units, agreed):
+            self._reduce(unit)
+        return agreed[len(late) :]
 
     def abandon(self) -> None:
         """Drop a backward pass that an exception ended."""

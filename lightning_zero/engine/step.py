@@ -8,6 +8,7 @@ again over a graph whose step has ended. When a step ends, all units are reshard
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -325,6 +326,7 @@ class Backward:
     def __init__(self, sharded: ShardedModel, step: Step, prefetcher: Prefetcher) -> None:
         self._sharded = sharded
         self._units = sharded.units
+        self._parameters = [p for unit in sharded.units for p in unit.parameters]
         self._step = step
         self._prefetcher = prefetcher
         self._order = ReductionOrder(sharded)
@@ -402,8 +404,10 @@ class Backward:
         self._takes = True
         self._reduces = self.syncs or self._always_reduces
         with internals.as_plain_tensors():
+            announced = iter(internals.will_accumulate(self._parameters))
             for unit in self._units:
-                unit.expect(sends=self._reduces)
+                own = list(itertools.islice(announced, len(unit.parameters)))
+                unit.expect(own, sends=self._reduces)
         if self._reduces:
             self._order.begin(self._prefetcher.schedule.units_in_forward())
 

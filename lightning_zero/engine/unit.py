@@ -411,6 +411,7 @@ class Unit:
         is_inlined: Whether it was compiled into a larger graph, which needs its weights whole when
             a step begins.
         wants: For each parameter, whether it wants a gradient in this backward pass.
+        announced: For each parameter, whether autograd has announced a gradient in this pass.
         are_complete: Whether all that want a gradient got one in this backward pass.
     """
 
@@ -428,6 +429,7 @@ class Unit:
         self.calls = Calls(index)
         self.is_inlined = False
         self.wants: list[bool] = []
+        self.announced: Sequence[bool] = []
         self.are_complete = True
         self._places = [(f.gradients, place) for f in flats for place in range(len(f.pieces))]
         self._missing: set[int] = set()
@@ -460,11 +462,12 @@ class Unit:
 
     # -- gradients -------------------------------------------------------------------------------
 
-    def expect(self, *, sends: bool) -> None:
+    def expect(self, announced: Sequence[bool], *, sends: bool) -> None:
         """Begin to take the gradients of a backward pass, which averages them if it ``sends``."""
-        self.wants = []
+        self.announced, self.wants, rest = announced, [], iter(announced)
         for flat in self.flat_parameters:
-            flat.gradients.expect(sends=sends)
+            own = list(itertools.islice(rest, len(flat.parameters)))
+            flat.gradients.expect(own, sends=sends)
             self.wants += flat.gradients.wants
         self._missing = set(itertools.compress(itertools.count(), self.wants))
         self.are_complete = not self._missing
@@ -476,6 +479,11 @@ class Unit:
         self._missing.discard(index)
         self.are_complete = not self._missing
         return self.are_complete
+
+    @property
+    def has_late_gradients(self) -> bool:
+        """Return whether a gradient came after the unit's reduction."""
+        return True in [flat.gradients.is_pending for flat in self.flat_parameters]
 
     @span("reduce")
     def reduce(self) -> None:

@@ -117,7 +117,8 @@ class FlatGradients:
         store: Where gradients rest.
         partial: The unreduced gradients; ``None`` while there are none.
         wants: For each parameter, whether it wants a gradient in this backward pass.
-        used: For each parameter, whether a gradient came since gradients were last installed.
+        used: For each parameter, whether a gradient came since gradients were last installed, or
+            is to come in this backward pass.
         sends: Whether the last backward pass averages gradients over the ranks.
         is_new: Whether no optimizer has begun a step since.
         shows_own: Whether :attr:`partial` holds gradients of passes that sent nothing.
@@ -157,8 +158,11 @@ class FlatGradients:
 
     # -- from autograd to the partial buffer -----------------------------------------------------
 
-    def expect(self, *, sends: bool) -> None:
-        """Begin a backward pass, which averages gradients over the ranks if it ``sends`` them."""
+    def expect(self, announced: Sequence[bool], *, sends: bool) -> None:
+        """Begin a backward pass, which averages gradients over the ranks if it ``sends`` them.
+
+        ``announced`` says for each parameter whether autograd will bring it a gradient.
+        """
         if self.lent or self._shown:
             self.settle()
             self.lent.clear()
@@ -167,6 +171,7 @@ class FlatGradients:
             self.partial = None  # the user has dropped all
         self.sends, self.shows_own, self.is_new = sends, False, True
         self.wants = [piece.parameter.requires_grad for piece in self.pieces]
+        self.used = [is_used or comes for is_used, comes in zip(self.used, announced, strict=True)]
 
     def take(self, index: int, parameter: Tensor) -> None:
         """Take the gradient that autograd has just finished, to be moved to the partial buffer."""

@@ -179,6 +179,17 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def will_accumulate(parameters: Iterable[Tensor]) -> list[bool]:
+    """Return for each parameter whether the backward pass that runs is to bring it a gradient.
+
+    Those of passes that run within it are not known beforehand.
+    """
+    with torch.enable_grad(), as_plain_tensors():
+        functions: Any = [p.expand_as(p).grad_fn for p in parameters]
+    nodes = [function and function.next_functions[0][0] for function in functions]
+    return [bool(node) and torch._C._will_engine_execute_node(node) for node in nodes]
+
+
 def has_hooks(tensor: Tensor) -> bool:
     """Return whether any gradient hook was registered; no public name tells."""
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)

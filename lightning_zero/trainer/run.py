@@ -173,8 +173,8 @@ def _draw_nothing(*_: Any, **__: Any) -> None:
 # A signal arrives in the middle of a step, and at a different place on each rank. Lightning answers
 # it right there: it saves a checkpoint and requeues the job, or tells the other ranks that training
 # ends. Both need all ranks, so here a rank only notes the signal. Its next message at a sync point,
-# such as that at the end of each backward pass, tells the others, and all answer it together at the
-# start of the next batch.
+# such as that of each backward pass, tells the others, and all answer it together at the start of
+# the next batch.
 
 _KINDS = (internals.ANSWERS_REQUEUE, signal.SIGUSR1), (internals.ANSWERS_END, signal.SIGTERM)
 """Lightning's methods that answer a signal, and the signals that they usually answer."""

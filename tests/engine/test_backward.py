@@ -122,6 +122,25 @@ def test_autograd_grad_sends_no_gradients(ranks: Pools) -> None:
         ranks(WORLD).run(messages_of_autograd_grad, stage)
 
 
+def passes_within_a_pass() -> None:
+    """A hook brings gradients again that have been averaged, which DDP refuses too."""
+    engine = shard(build(Stack))
+    x = rows(engine.comm.control.rank)
+
+    @torch.enable_grad()
+    def once_more(_: Tensor) -> None:
+        engine.module.blocks[2](x).sum().backward()
+
+    engine.module.stem.weight.register_post_accumulate_grad_hook(once_more)
+    with pytest.raises(RuntimeError, match=r"'blocks\.2' came from .* outside of hooks"):
+        square(engine.module, x).backward()
+    engine.close()
+
+
+def test_a_backward_pass_within_another_that_repeats_gradients_is_refused(ranks: Pools) -> None:
+    ranks(WORLD).run(passes_within_a_pass)
+
+
 # ------------------------------------------------------------------------------- broken steps
 
 

@@ -127,12 +127,10 @@ _HAS_QUALNAMES = sys.version_info >= (3, 11)
 def test_nothing_grows_with_the_world_size(stage: int) -> None:
     few, many = _work_of_a_step(stage, 8), _work_of_a_step(stage, 64)
     assert sum(few.calls.values()) > 100
-    # But for a step's sync point, which takes log2(N) hops between hosts.
-    of_hops = {"hops", "unseen", "Control._hops", "_hops"}
-    assert set(many.calls - few.calls) <= of_hops
-    assert many.operations - few.operations == Counter({"aten::maximum": 3})
-    assert not few.calls - many.calls
-    assert not few.operations - many.operations
+    # No sync point is among them, as each takes log2(N) hops between hosts: where all ranks
+    # announce the same gradients, the only one of a step belongs to another thread.
+    assert few.calls == many.calls
+    assert few.operations == many.operations
     assert few.collectives == many.collectives
 
 
