@@ -48,8 +48,8 @@ class Mesh:
     Args:
         rank: This process.
         world_size: Number of all ranks.
-        num_shards: Data-parallel ranks of one copy; by default, of all.
-        tensor_size: Number of tensor-parallel ranks.
+        num_shards: Data-parallel ranks of one copy, a divisor of their number; by default, all.
+        tensor_size: Number of tensor-parallel ranks, a divisor of ``world_size``.
 
     Attributes:
         shard: The axis over which buffers are sharded.
@@ -58,10 +58,6 @@ class Mesh:
         tensor: The axis over which tensor parallelism cuts parameters, if it does.
         model: The axis of all ranks that have parts of one copy of the model.
         size: Number of ranks over which gradients are averaged.
-
-    Raises:
-        ValueError: The tensor-parallel ranks do not divide the ranks, or the shards the
-            data-parallel ranks.
     """
 
     def __init__(
@@ -69,14 +65,6 @@ class Mesh:
     ) -> None:
         self.size = world_size // tensor_size
         num_shards = num_shards or self.size
-        for what, number, whole in (
-            ("tensor-parallel ranks", tensor_size, world_size),
-            ("shards", num_shards, self.size),
-        ):
-            if whole % number:
-                raise ValueError(
-                    f"Expected a number of {what} that divides the {whole} ranks, got {number}."
-                )
         grid = torch.arange(world_size, device="cpu").view(-1, num_shards, tensor_size)
         self.shard = Axis(grid.transpose(1, 2).flatten(0, 1), rank)
         self.replicate = Axis(grid.permute(1, 2, 0).flatten(0, 1), rank)

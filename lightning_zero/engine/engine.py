@@ -306,7 +306,8 @@ class Engine:
             self.sharded.keep_edits()
         self._step.close()
         for unit in self.sharded.units:
-            unit.weights.show()
+            if not unit.weights.is_cast:  # else they have less precision than an ordinary module
+                unit.weights.show()
         for each in (*self._step.handles, *reversed(self._wrapped)):
             each.remove()
         for optimizer in self.sharded.optimizers:

@@ -225,6 +225,25 @@ def best_and_last(play: Player) -> Trace:
     return play.trace(module, trainer, found)
 
 
+class FailsOnce(Regression):
+    def on_after_backward(self) -> None:
+        if self.global_step == 5 and not self.notes:
+            self.notes.append("failed")
+            raise KeyError
+
+
+@case("checkpoints", stages=(3, 1, 2), precisions=("32-true", "bf16-mixed"), ulps=16)
+def a_module_that_a_failed_run_has_left(play: Player) -> Trace:
+    """It may be sharded, and gets its values from the checkpoint."""
+    module, path = FailsOnce(), str(play.folder / "mid.ckpt")
+    trainer = play.trainer()
+    trainer.fit(module, rows())
+    trainer.save_checkpoint(path)
+    with pytest.raises(KeyError):
+        play.fit(module, max_epochs=2, ckpt_path=path)
+    return play.fit(module, max_epochs=2, ckpt_path=path)
+
+
 # -- plugins: they are called as under DDP, and only Lightning's own are replaced by a faster way ---
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from lightning_zero.comm import Mesh
 
 
@@ -23,10 +21,3 @@ def test_neighbours_hold_the_parts_of_one_tensor_parallel_group() -> None:
     assert (mesh.shard.ranks, mesh.shard.rank, mesh.shard.size) == ([0, 2, 4], 2, 3)
     assert (mesh.replicate.ranks, mesh.size) == ([4], 3)
     assert Mesh(4, 6).tensor is None
-
-
-def test_ranks_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"tensor-parallel ranks that divides the 6 ranks, got 4"):
-        Mesh(0, 6, tensor_size=4)
-    with pytest.raises(ValueError, match=r"shards that divides the 6 ranks, got 4"):
-        Mesh(0, 6, num_shards=4)

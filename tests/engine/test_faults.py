@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from tests.oracle.faults import PLACES, Job, jobs, run_all
-from tests.oracle.projects import WAYS
 
 FEW = [
     Job("the user's forward", "raise", "windows"),
@@ -42,12 +41,3 @@ def test_faults_end_in_an_error_that_names_the_rank() -> None:
 @pytest.mark.slow
 def test_every_fault_at_every_place() -> None:
     assert failures(jobs(), 4) == []
-
-
-def test_all_ranks_raise_the_same_text_whoever_found_out() -> None:
-    """The order of reductions is agreed where one rank waits, and the other has gone on."""
-    for _, cell in run_all([Job("", "", way, program="accumulate") for way in WAYS], at_once=3):
-        (answer,) = set(cell.answers.values())
-        assert len(cell.answers) == 2
-        assert answer[0] == "error"
-        assert "The ranks have diverged: rank 0 waits" in answer[1]

@@ -7,29 +7,23 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import weakref
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES, Settings
-from tests.oracle.models import Block, Blocks
+from tests.oracle.models import Block
 from tests.oracle.projects import (
-    WAYS,
     WIDTH,
     Regression,
-    communicator_by,
     make_strategy,
     make_trainer,
     rows,
 )
 from tests.oracle.ranks import Pools
-from tests.oracle.sharded import adamw, adopted
 
 Watched = dict[str, Any]
 """Weak references by name."""
@@ -159,37 +153,3 @@ def _close_all() -> None:
 
 def test_a_closed_engine_goes_though_its_module_stays(ranks: Pools) -> None:
     ranks(2).run(_close_all)
-
-
-# -- what lasts ------------------------------------------------------------------------------------
-
-
-def held() -> tuple[int, int, int]:
-    """Return what this process has of the system: threads, open files, and resident KiB."""
-    gc.collect()
-    status = Path("/proc/self/status").read_text()
-    kib = int(status.partition("VmRSS:")[2].split()[0])
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), kib
-
-
-def steps_that_last(way: str) -> list[tuple[int, int, int]]:
-    """Return what is held after 500 and after 2,000 steps."""
-    engine, optimizer = adopted(Blocks(3), adamw, comm=communicator_by(way))
-    x, measured = torch.randn(2, 6), []
-    for step in range(1, 2001):
-        engine.module(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step in (500, 2000):
-            measured.append(held())
-    engine.close()
-    return measured
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_grows_in_long_runs(ranks: Pools, way: str) -> None:
-    for early, late in ranks(2).run(steps_that_last, way, timeout=500):
-        assert late[0] <= early[0], (early, late)
-        assert late[1] <= early[1], (early, late)
-        assert late[2] <= early[2] + 1024, (early, late)

@@ -7,13 +7,11 @@ of the device.
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.parameters import put_values
 from lightning_zero.tensors import internals, properties
 from tests.oracle.models import MODELS
 from tests.oracle.sharded import adamw, adopted, whole
@@ -63,12 +61,3 @@ def test_parameters_stay_the_same_objects(refusing: list[torch.UntypedStorage]) 
         assert torch.equal(parameter, expected[name])
     case.loss(model, case.batch(4, 0)).backward()
     assert sorted(calls) == sorted([*named, *named])
-
-
-@pytest.mark.usefixtures("refusing")
-def test_attributes_of_parameters_stay() -> None:
-    on_meta: Any = torch.nn.Parameter(torch.ones(3, device="meta"), requires_grad=False)
-    on_meta.note = "kept"
-    put_values(on_meta, torch.full((2, 2), 5.0))
-    assert on_meta.tolist() == [[5.0, 5.0], [5.0, 5.0]]
-    assert (on_meta.requires_grad, on_meta.note) == (False, "kept")

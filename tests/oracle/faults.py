@@ -248,7 +248,7 @@ def be_struck(job: Job, folder: str) -> tuple[str, str, float, str]:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(STALL if job.kind == "stall" else SECONDS)
 
-    program = {"fit": fit, "loop": loop, "accumulate": accumulate}[job.program]
+    program = {"fit": fit, "loop": loop}[job.program]
     try:
         with injected(job.place, strike) if rank == job.odd else contextlib.nullcontext():
             answer = ("numbers", program(job.way, device, folder))
@@ -360,16 +360,6 @@ def loop(way: str, device: torch.device, folder: str) -> str:
         optimizer.zero_grad()
     engine.close()
     return digest_of(engine.module.parameters())
-
-
-def accumulate(way: str, device: torch.device, folder: str) -> str:
-    """Two backward passes, of which rank 0 alone sends the first one's gradients."""
-    engine = shard(Blocks(3), stage=1, accumulate="local", comm=communicator_by(way))
-    for _ in range(2):
-        with engine.no_sync() if dist.get_rank() else contextlib.nullcontext():
-            engine.module(torch.ones(2, WIDTH)).sum().backward()
-    engine.close()
-    return ""
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +78,6 @@ def _digest() -> str:
 
 def _lines(stdout: str) -> list[str]:
     return sorted(line for line in stdout.splitlines() if line.startswith("rank "))
-
-
-@pytest.mark.slow
-def test_lightning_starts_the_other_process_of_two_jobs_at_once(digest: str) -> None:
-    with ThreadPoolExecutor(2) as jobs:
-        for finished in jobs.map(
-            lambda name: run_script(FIT, name, fresh=True), ("zero3", "zero1")
-        ):
-            assert _lines(finished.stdout) == [f"rank 0 {digest}", f"rank 1 {digest}"]
 
 
 def test_two_nodes_of_torchrun(digest: str) -> None:

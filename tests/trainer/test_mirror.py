@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -135,21 +133,3 @@ if __name__ == "__main__":
 
 def test_ranks_are_forked_under_the_mirror(ranks: Pools) -> None:
     assert ranks(2).run(train, "ddp")[0] in run_script(LAUNCH).stdout.splitlines()
-
-
-def test_objects_of_the_mirror_are_pickled_by_their_own_names(tmp_path: Path) -> None:
-    monitor = lightning_zero.mirror.MemoryMonitor()
-    (tmp_path / "monitor").write_bytes(pickle.dumps([monitor, lightning_zero.mirror.ZeROStrategy]))
-    code = (
-        "import pickle, sys; monitor, cls = pickle.loads(open(sys.argv[1], 'rb').read());"
-        "import pytorch_lightning as pl;"
-        "print(isinstance(monitor, pl.Callback), cls.__module__)"
-    )
-    printed = run_python(["-c", code, str(tmp_path / "monitor")]).stdout
-    assert printed == "True lightning_zero.mirror.trainer.strategy\n"
-
-
-def test_source_and_tracebacks_of_the_mirror_are_those_of_the_file() -> None:
-    twin, own = lightning_zero.mirror.ZeROStrategy, lightning_zero.ZeROStrategy
-    assert inspect.getsource(twin) == inspect.getsource(own)
-    assert inspect.getsourcelines(twin.setup) == inspect.getsourcelines(own.setup)
