@@ -8,8 +8,8 @@ other forever. So each backward pass has **turns**, the same on all ranks:
 1. The order is the reverse of that in which rank 0 first ran the units. Units that it did not run
    come after these, and the root last.
 2. A unit has a turn if it wants gradients and any rank ran it in this step.
-3. When a unit's turn comes, a rank reduces it if its gradients are all there, if its backward is
-   over, or if this rank never ran it (it sends zeros). Otherwise the turn waits.
+3. When a unit's turn comes, a rank reduces it if its gradients are all there, or if this rank never
+   ran it (it sends zeros). Otherwise the turn waits.
 4. At the end of the backward pass, the remaining turns are taken. Then units are reduced again for
    which a gradient came after their turn on any rank.
 
@@ -69,7 +69,6 @@ class ReductionOrder:
             self._order = [self._units[index] for index in (*reversed(agreed), *reversed(rest), -1)]
         self._left = None
         have_run = [unit.calls.have_run for unit in self._units]
-        have_run[-1] = True
         self._announcement = self._announce(have_run)
         flags = [*self._change_check.flags(), *self._announcement, *have_run]
         self._work = self._control.call(SyncPoint.BEGIN, bytes(flags))
@@ -90,14 +89,8 @@ class ReductionOrder:
     def advance(self) -> None:
         """Start the reductions whose turn has come."""
         left = self._left if self._left is not None else self._turns_left()
-        while left and (left[0].are_complete or self._is_over(left[0])):
+        while left and left[0].are_complete:
             self._reduce(left.pop(0))
-
-    def _is_over(self, unit: Unit) -> bool:
-        """Return whether no further gradient of ``unit`` is expected, though some are missing."""
-        if unit is self._units[-1] or unit.announced == unit.wants:
-            return False
-        return unit.calls.have_passed or not unit.calls.have_run
 
     def _turns_left(self) -> list[Unit]:
         if self._left is None:

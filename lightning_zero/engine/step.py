@@ -148,7 +148,7 @@ class Step:
         self.is_open = True
         units = self._sharded.units
         for unit in units:
-            unit.calls.have_run = False
+            unit.calls.have_run, unit.calls.have_graph = unit is self._root, False
         self.prefetcher.begin_step(with_grad=torch.is_grad_enabled())
         self.prefetcher.unshard(self._root)
         self.prefetcher.prefetch()
@@ -434,9 +434,6 @@ class Backward:
         calls.in_backward.discard(call)
         if grads is None and (calls.awaited or not unit.are_complete):
             return
-        calls.has_ended = True
-        if self._reduces and not unit.are_complete:
-            self._order.advance()
         # A unit called on its own output begins the backward of one call before another's ends.
         if not calls.in_backward:
             unit.weights.reshard()

@@ -51,7 +51,7 @@ class Calls:
         awaited: The calls whose inputs' gradients will mark the end of their backward.
         in_backward: The calls whose backward has begun and not ended.
         have_run: Whether this rank used the unit's weights in this step, by a call or otherwise.
-        has_ended: Whether the backward of any call has ended in this pass.
+        have_graph: Whether a call of this step can get gradients.
     """
 
     def __init__(self, unit: int) -> None:
@@ -59,7 +59,7 @@ class Calls:
         self.running: list[Call] = []
         self.awaited: set[Call] = set()
         self.in_backward: set[Call] = set()
-        self.have_run = self.has_ended = False
+        self.have_run = self.have_graph = False
 
     def begin(self, arguments: Any, ended: Callable[[Call, Any], None]) -> None:
         """Begin a forward, and hook the gradients of the inputs among its ``arguments``.
@@ -95,10 +95,12 @@ class Calls:
         """
         call = self.running.pop()
         if any(map(internals.is_func_wrapper, outputs)):
+            self.have_graph = True
             return True  # a transform of `torch.func` has backward passes of its own
         tracked = [t for t in outputs if t.requires_grad and t.grad_fn is not None]
         if not tracked:
             return False
+        self.have_graph = True
         # A hook on a view is lost when the view is changed in place; one on its base stays.
         for tensor in tuple(tracked):
             base = tensor._base
@@ -107,14 +109,8 @@ class Calls:
         on_grads(tracked, functools.partial(began, call), "any")
         return True
 
-    @property
-    def have_passed(self) -> bool:
-        """Return whether the backward of every call has ended, so that no gradient is expected."""
-        return self.has_ended and not self.awaited
-
     def end_pass(self) -> None:
         """End a backward pass: no earlier call is awaited any more."""
-        self.has_ended = False
         self.awaited, self.in_backward = set(), set()
 
 
@@ -412,7 +408,8 @@ class Unit:
             a step begins.
         wants: For each parameter, whether it wants a gradient in this backward pass.
         announced: For each parameter, whether autograd has announced a gradient in this pass.
-        are_complete: Whether all that want a gradient got one in this backward pass.
+        are_complete: Whether all announced gradients have come in this backward pass, or those of
+            all that want one if the unit ran without a graph: checkpointing may run it again.
     """
 
     def __init__(
@@ -469,11 +466,13 @@ class Unit:
             own = list(itertools.islice(rest, len(flat.parameters)))
             flat.gradients.expect(own, sends=sends)
             self.wants += flat.gradients.wants
-        self._missing = set(itertools.compress(itertools.count(), self.wants))
+        runs_again = self.calls.have_run and not self.calls.have_graph and True not in announced
+        awaited = self.wants if runs_again else announced
+        self._missing = set(itertools.compress(itertools.count(), awaited))
         self.are_complete = not self._missing
 
     def take(self, index: int) -> bool:
-        """Take the gradient that autograd just finished; return whether all are there now."""
+        """Take the gradient that autograd just finished; return whether it was the last one."""
         gradients, place = self._places[index]
         gradients.take(place, self.parameters[index])
         self._missing.discard(index)
