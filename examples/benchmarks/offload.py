@@ -19,6 +19,8 @@ Each round measures, one after the other:
   write the bytes that the step's ledger counts. Masters in files are memory-mapped, and the system
   writes them back at any time: they are not in the limit, and pending writes are flushed before
   each measurement.
+* ``casts of a step``, ``one copy``: the casts of masters in host memory to bf16, unit by unit, as a
+  step with offload to the host makes them, and one copy of as many bytes, on all cores.
 * ``training in memory``, ``training in files``: forward and backward of each number of ``--rows``,
   and the step. The limit is the larger of the disk's time and of training in memory.
 
@@ -53,7 +55,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint import load_module_state, read_safetensors, write_safetensors
 from lightning_zero.engine import Engine
-from lightning_zero.plan import Offload, Settings
+from lightning_zero.plan import RECIPES, Offload, Settings
 from lightning_zero.tensors import StagingMemory
 
 STATES_ALONE = "with states in files"
@@ -277,6 +279,50 @@ class Steps:
         )
 
 
+class OnHost(Offload):
+    """Offload of masters and weights to the host of a device, played by a CPU."""
+
+    def runs_on(self, device: torch.device) -> bool:
+        return True
+
+    def is_mapped(self, device: torch.device) -> bool:
+        return False
+
+
+class Casts:
+    """Casts of masters in host memory."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        offload, recipe = OnHost("cpu", "cpu"), RECIPES["bf16-mixed"]
+        settings = Settings(units=(nn.Linear,), offload=offload, recipe=recipe)
+        self._engine = Engine(model(width, depth), settings)
+        self._masters = torch.ones(depth * width**2)
+        self._weights = torch.empty_like(self._masters, dtype=torch.bfloat16)
+
+    def _cast(self) -> None:
+        for unit in self._engine.sharded.units:
+            for flat in unit.flat_parameters:
+                flat.store.cast(unit.label)
+
+    def _copy(self) -> None:
+        self._weights.copy_(self._masters)
+
+    def measure(self, rounds: Rounds) -> None:
+        torch.set_num_threads(os.cpu_count() or 1)
+        rounds.note("casts of a step", self._cast)
+        rounds.note("one copy", self._copy)
+        torch.set_num_threads(1)
+
+    def close(self) -> None:
+        self._engine.close(restore=False)
+
+    def report(self, found: dict[str, list[float]]) -> None:
+        compare("casts of a step to one copy", found["casts of a step"], found["one copy"])
+
+
+Part = Predictions | Steps | Casts
+
+
 def training(name: str, rows: int) -> str:
     return f"training {name}, {rows} rows"
 
@@ -297,7 +343,9 @@ def compare_other(theirs: str, ours: str, found: dict[str, list[float]]) -> None
         compare(f"{theirs} to {ours}", found[theirs], found[ours])
 
 
-def run(parts: Sequence[Predictions | Steps], number: int, others: dict[str, Contender]) -> None:
+def run(
+    parts: Sequence[Predictions | Steps | Casts], number: int, others: dict[str, Contender]
+) -> None:
     """Measure ``parts`` in ``number`` rounds, and print the results."""
     rounds = Rounds(others)
     for index in range(number + 1):
@@ -337,10 +385,12 @@ def main() -> None:
             if (python := getattr(options, name)) is not None:
                 others[name] = Contender(python, name, folder, width, depth)
                 stack.callback(others[name].close)
-        parts: list[Predictions | Steps] = [Predictions(folder, width, depth, options.tokens)]
+        parts: list[Predictions | Steps | Casts] = [
+            Predictions(folder, width, depth, options.tokens)
+        ]
         if not options.predictions:
             rows = options.rows if options.deepspeed is None else sorted({1, *options.rows})
-            parts.append(Steps(folder, width, depth, rows))
+            parts += [Steps(folder, width, depth, rows), Casts(width, depth)]
         run(parts, options.rounds, others)
 
 
