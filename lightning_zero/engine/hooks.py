@@ -64,7 +64,7 @@ class Hook:
         if get_eval_frame_callback() is not None:
             # Between two compiled graphs, torch's compiler looks at every function that is called.
             return self._call(module, *args, **kwargs)
-        if self._releases and internals.is_tracing() is not None:
+        if self._releases and torch.jit.is_tracing():  # type: ignore[no-untyped-call]
             raise unfollowed("torch.jit.trace")
         if internals.function_modes() or internals.dispatch_modes() or internals.func_level():
             if self._releases and internals.func_level():

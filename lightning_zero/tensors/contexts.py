@@ -42,21 +42,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
     """Leave transforms of ``torch.func``, function modes (a default device) and tracing modes."""
-    levels, functions, fakes = [], [], []
-    try:
-        while internals.func_level() is not None:
-            levels.append(internals.leave_func_level())
+    with contextlib.ExitStack() as left:
+        left.enter_context(internals.leave_func_levels())
         while internals.function_modes():
-            functions.append(internals.leave_function_mode())
-        fakes = internals.leave_tracing_modes()
+            left.enter_context(internals.leave_function_mode())
+        if internals.dispatch_modes() or internals.pre_dispatch_modes():
+            for leave in internals.leave_tracing_modes:
+                left.enter_context(leave())
         yield
-    finally:
-        for enter, mode in reversed(fakes):
-            enter(mode)
-        for mode in reversed(functions):
-            internals.enter_function_mode(mode)
-        for level in reversed(levels):
-            internals.enter_func_level(level)
 
 
 @contextlib.contextmanager

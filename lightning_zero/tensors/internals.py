@@ -21,6 +21,8 @@ import torch.fx.experimental.proxy_tensor as _proxies
 import torch.optim.optimizer as _optimizers
 import torch.utils._foreach_utils as _foreach_utils
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.functional_tensor import disable_functional_mode
 from torch.utils.hooks import RemovableHandle
 
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass
@@ -30,20 +32,26 @@ without_interception = torch._C.DisableTorchFunction
 """Like :data:`as_plain_tensors`, but also disables torch function modes."""
 
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-leave_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
-enter_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
-"""The stack of function modes, counted, left and entered.
+leave_function_mode = torch.overrides._pop_mode_temporarily
+"""Counts function modes, and a context that leaves the innermost one.
 
 Torch's context that disables them disables subclasses too.
 """
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Counts dispatch modes, whether they watch or trace."""
+pre_dispatch_modes: Callable[[], int] = torch._ops._len_torch_dispatch_stack_pre_dispatch
+"""Count dispatch modes, whether they watch or trace, which have two stacks."""
 
 func_level: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-leave_func_level: Callable[[], Any] = _func.pop_dynamic_layer_stack
-enter_func_level: Callable[[Any], object] = _func.push_dynamic_layer_stack
-"""The stack of transforms of ``torch.func``; ``None`` outside of all."""
+leave_func_levels = _func.temporarily_clear_interpreter_stack
+"""The innermost transform of ``torch.func``, if any, and a context that leaves all of them."""
+
+leave_tracing_modes = (
+    _proxies.disable_proxy_modes_tracing,
+    disable_functional_mode,
+    unset_fake_temporarily,
+)
+"""Contexts that leave the dispatch modes that put other tensors in place of real ones."""
 
 is_func_wrapper: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """A transform of ``torch.func`` wraps the tensors that its level computes."""
@@ -66,29 +74,6 @@ def before_func_wraps(note: Callable[[Tensor], None]) -> None:
 
     for module, name in ((_transforms, "_wrap_tensor_for_grad"), (_vmap, "_add_batch_dim")):
         setattr(module, name, noting(getattr(module, name)))
-
-
-is_tracing: Callable[[], Any] = torch._C._get_tracing_state
-"""The state of ``torch.jit.trace``, ``None`` outside of it, cheaper than by the public name."""
-
-_KEYS = torch._C._TorchDispatchModeKey
-
-
-def leave_tracing_modes() -> list[tuple[Callable[[Any], object], Any]]:
-    """Leave the dispatch modes that put other tensors in place of real ones.
-
-    Returns them, each with the function that enters it again, in its own place.
-    """
-    left: list[tuple[Callable[[Any], object], Any]] = []
-    for key in (_KEYS.PROXY, _KEYS.FUNCTIONAL, _KEYS.FAKE):
-        if (mode := torch._C._unset_dispatch_mode(key)) is not None:
-            left.append((torch._C._set_dispatch_mode, mode))
-    operations: Any = torch._ops
-    if operations._len_torch_dispatch_stack_pre_dispatch():
-        for key in (_KEYS.PROXY, _KEYS.FUNCTIONAL):
-            if (mode := operations.unset_mode_pre_dispatch(key)) is not None:
-                left.append((operations._set_mode_pre_dispatch, mode))
-    return left
 
 
 without_torch_function = torch._C._disabled_torch_function_impl
