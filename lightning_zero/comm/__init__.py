@@ -21,7 +21,6 @@ from lightning_zero.comm.control import (
     Pending,
     SyncPoint,
     agreed,
-    require_room,
     with_complements,
 )
 from lightning_zero.comm.hosts import towards

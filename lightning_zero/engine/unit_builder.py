@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from lightning_zero.comm import Communicator, SyncPoint, require_room
+from lightning_zero.comm import Communicator, SyncPoint
 from lightning_zero.engine.unit import Unit
 from lightning_zero.parameters import (
     FlatParameters,
@@ -56,10 +56,6 @@ def build_units(
         for parameter in child._parameters.values()
     }
     groups = [group for spec in specs for group in spec.flat_parameters]
-    if scratch is not None:
-        sizes = comm.mesh.shard.size, comm.mesh.replicate.size
-        nbytes = sum(group.bytes_in_files(*sizes) for group in groups)
-        require_room(scratch, nbytes, comm.control, "masters")
     stores = stores_for(groups, comm, scratch)
     # An exception's traceback keeps this frame, which must not keep memory for later units.
     with contextlib.closing(stores):

@@ -44,9 +44,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.comm import Communicator, require_room
-from lightning_zero.optimizer.pieces import is_of_elements, parameter_of, with_entries
-from lightning_zero.optimizer.toys import state_bytes
+from lightning_zero.comm import Communicator
+from lightning_zero.optimizer.pieces import is_of_elements, with_entries
 from lightning_zero.optimizer.unit_step import Part, UnitStep
 from lightning_zero.parameters import Piece
 from lightning_zero.tensors import (
@@ -170,18 +169,12 @@ class FileStep(UnitStep):
 
     def __init__(self, optimizer: Optimizer, scratch: Scratch, comm: Communicator) -> None:
         super().__init__(optimizer, comm.transport.ledger)
-        self._scratch, self._control, self._times = scratch, comm.control, comm.transport.ledger
+        self._scratch, self._times = scratch, comm.transport.ledger
+        self.place = f"files in {scratch.folder!r}"
         self._files: dict[Piece, StateFiles] = {}
         self._readers, self._writers = threads("fetch"), threads("flush")
         self._faults = threads("fault")
         self._in_memory: Staged = {}
-
-    @property
-    def place(self) -> str:  # type: ignore[override]
-        """The place where states rest, in words."""
-        is_memory = self._scratch.is_memory
-        cure = " (this folder is in memory; set offload_path to a folder on a disk)"
-        return f"files in {self._scratch.folder!r}{cure if is_memory else ''}"
 
     @override
     def take(self, pieces: Sequence[Piece]) -> None:
@@ -190,27 +183,10 @@ class FileStep(UnitStep):
             if piece.numel() and not piece.plan.stays and piece not in self._files:
                 # Frozen pieces rarely have states, but if one has, all others may.
                 kinds.setdefault((piece.dtype, piece.requires_grad), []).append(piece)
-        made = [StateFiles(new, self._scratch) for new in kinds.values()]
-        nbytes = sum(
-            files.numel * dtype.itemsize * self._num_entries(kinds[dtype, True], dtype)
-            for (dtype, is_trained), files in zip(kinds, made, strict=True)
-            if is_trained
-        )
-        what = f"the states of {type(self.optimizer).__name__}"
-        require_room(self._scratch, nbytes, self._control, what)
-        for new, files in zip(kinds.values(), made, strict=True):
+        for new in kinds.values():
+            files = StateFiles(new, self._scratch)
             self._files.update(dict.fromkeys(new, files))
             self.batches += [] if self._is_at_once else files.batches
-
-    def _num_entries(self, pieces: Sequence[Piece], dtype: torch.dtype) -> int:
-        """Return how many entries the states of some pieces will have."""
-        wanted = {id(piece.parameter) for piece in pieces}
-        sizes = [
-            state_bytes(self.optimizer, group, dtype)
-            for group in self.optimizer.param_groups
-            if not wanted.isdisjoint(map(id, map(parameter_of, group["params"])))
-        ]
-        return max((size.num_entries(dtype) for size in sizes), default=0)
 
     @override
     @torch.no_grad()

@@ -204,10 +204,6 @@ class StateBytes(NamedTuple):
         """Return the bytes for a piece of ``numel`` elements; empty ones are never stepped."""
         return self.per_element * numel + self.per_parameter if numel else 0
 
-    def num_entries(self, dtype: torch.dtype) -> int:
-        """Return how many tensors of ``dtype`` hold the numbers per element."""
-        return -(-self.per_element // dtype.itemsize)
-
 
 def state_bytes(
     optimizer: Optimizer,

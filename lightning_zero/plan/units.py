@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from lightning_zero.plan.layout import Layout
-from lightning_zero.plan.plan import Medium, Plan
+from lightning_zero.plan.plan import Plan
 from lightning_zero.plan.settings import MIN_NUMEL, Settings, UnitPolicy
 from lightning_zero.tensors import is_wrapper
 
@@ -200,12 +200,6 @@ class FlatSpec(NamedTuple):
         """Return where the parameters will lie."""
         slots = [(name, tuple(p.shape), _dense_stride(p)) for name, p in self.named]
         return Layout.build(slots, num_shards, num_copies)
-
-    def bytes_in_files(self, num_shards: int, num_copies: int) -> int:
-        """Return the bytes of weights and masters that a rank will have in files."""
-        layout = self.layout(num_shards, num_copies)
-        kinds = self.plan.resting_bytes(layout.numel, num_shards, trainable=False)
-        return sum(kinds[kind] for kind in kinds if self.plan.media[kind] is Medium.DISK)
 
 
 def _dense_stride(parameter: Tensor) -> tuple[int, ...]:

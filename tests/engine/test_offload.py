@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -119,36 +118,6 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 # ---------------------------------------------------------------------------- faults and refusals
-
-
-def without_room_for_all(folder: str) -> list[str]:
-    """Return what two optimizers are told, of which either has room by itself."""
-    model = CASE.build()
-    engine = shard(model, **offload(3, folder))
-    first, *others = model.parameters()
-    held = [p for p in engine.sharded.pieces if p.parameter is not first and p.numel()]
-    files = staging.StateFiles(held, Scratch(folder))
-    room = 3 * 4 * sum(engine.comm.control.gather_objects(files.numel))
-    real, told = os.statvfs, []
-    os.statvfs = lambda _: SimpleNamespace(f_bavail=room, f_frsize=1)  # type: ignore
-    try:
-        for optimizer in (torch.optim.AdamW([first]), torch.optim.Adam(others, amsgrad=True)):
-            try:
-                engine.adopt(optimizer)
-            except OSError as error:
-                told.append(str(error))
-    finally:
-        os.statvfs = real
-    engine.close()
-    return told
-
-
-def test_room_is_that_of_all_optimizers(ranks: Pools, tmp_path: Path) -> None:
-    """Two ranks have just the room for the three states of Adam's."""
-    first, second = ranks(2).run(without_room_for_all, str(tmp_path))
-    assert first == second
-    [told] = first
-    assert "the states of Adam and other files not yet created" in told
 
 
 def test_a_full_disk_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
