@@ -37,7 +37,7 @@ class Config:
     Attributes:
         arguments: Arguments of the strategy.
         trainer: The Trainer's arguments ``gradient_clip_val`` and ``accumulate_grad_batches``.
-        scaler: Attributes of the loss scaler.
+        scaler: Entries of the loss scaler's state.
         optimizer: The optimizer to build, unless it is the module's.
         scheduler: The scheduler to build, unless it is the module's.
         enabled: Whether ``bf16`` and ``fp16`` are on; without entries for those not mentioned.

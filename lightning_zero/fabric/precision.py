@@ -14,15 +14,17 @@ from lightning.fabric.plugins.precision import (
     Precision,
 )
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import engines_of, piece_among
-from lightning_zero.optimizer import LossScaler, clip, members, parameter_of
+from lightning_zero.optimizer import clip, members, parameter_of
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import RECIPES, Recipe
+from lightning_zero.tensors import internals
 
 
 class ShardedPrecision(Precision):
@@ -33,8 +35,7 @@ class ShardedPrecision(Precision):
 
     Args:
         precision: A name of Lightning's.
-        scaler: The loss scaler of ``16-mixed``; by default one with the settings of
-            ``torch.amp.GradScaler``.
+        scaler: The loss scaler of ``16-mixed``; by default torch's with its own defaults.
         device: The device type of autocast, and for code that reads it from the plugin.
 
     Raises:
@@ -51,7 +52,7 @@ class ShardedPrecision(Precision):
     """Lightning's plugins that it can replace, the mixed one last."""
 
     def __init__(
-        self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
+        self, precision: str = "32-true", scaler: GradScaler | None = None, device: str = "cpu"
     ) -> None:
         if precision not in RECIPES:
             raise ValueError(
@@ -62,7 +63,7 @@ class ShardedPrecision(Precision):
                 f"precision={precision!r} does not scale the loss; only '16-mixed' takes a scaler."
             )
         self.precision = precision  # type: ignore[assignment]
-        self.scaler = (scaler or LossScaler()) if RECIPES[precision].loss_scaled else None
+        self.scaler = (scaler or GradScaler("cpu")) if RECIPES[precision].loss_scaled else None
         self.device = device
         self._caster = self.casters.get(precision, Precision)()
 
@@ -77,8 +78,10 @@ class ShardedPrecision(Precision):
         if isinstance(plugin, cls):
             made = plugin
         elif isinstance(plugin, cls.plugins[-1]):
-            scaler = None if plugin.scaler is None else _scaler_of(plugin)
-            made = cls(plugin.precision, scaler, plugin.device)
+            scaler, module = plugin.scaler, torch.get_device_module(plugin.device)
+            # Lightning makes CUDA's for every accelerator, and torch disables it without CUDA.
+            is_default = scaler is not None and not (scaler.is_enabled() or module.is_available())
+            made = cls(plugin.precision, None if is_default else scaler, plugin.device)
         elif type(plugin) in cls.plugins:
             made = cls(plugin.precision)
         if made is not None:
@@ -131,7 +134,7 @@ class ShardedPrecision(Precision):
         """
         assert self.scaler is not None
         pieces, others, comm = grads_of(optimizer)
-        return clip.unscale(pieces, comm, self.scaler.scale, others)
+        return clip.unscale(pieces, comm, self.scaler.get_scale(), others)
 
     @classmethod
     @override
@@ -163,7 +166,7 @@ class FabricPrecision(ShardedPrecision):
     }
 
     def __init__(
-        self, precision: str = "32-true", scaler: LossScaler | None = None, device: str = "cpu"
+        self, precision: str = "32-true", scaler: GradScaler | None = None, device: str = "cpu"
     ) -> None:
         super().__init__(precision, scaler, device)
         # By optimizer that was unscaled since its last step: whether a gradient was not finite.
@@ -174,7 +177,7 @@ class FabricPrecision(ShardedPrecision):
 
     def _scaled_backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         assert self.scaler is not None
-        super().backward(tensor * self.scaler.scale, *args, **kwargs)
+        super().backward(tensor * self.scaler.get_scale(), *args, **kwargs)
 
     @override
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -205,7 +208,7 @@ class FabricPrecision(ShardedPrecision):
         if optimizer not in self._found_inf:
             self.unscale_gradients(optimizer)
         found_inf = self._found_inf.pop(optimizer)
-        self.scaler.update(found_inf=found_inf)
+        internals.update_scale(self.scaler, found_inf=found_inf)
         return None if found_inf else optimizer.step(**kwargs)
 
 
@@ -231,17 +234,3 @@ def grads_of(optimizer: Optimizer) -> OptimizerGrads:
         [p.grad for p in held if not isinstance(p, Piece) and p.grad is not None],
         engines[0].comm if engines else None,
     )
-
-
-def _scaler_of(plugin: Any) -> LossScaler:
-    """Return a loss scaler with the settings of a plugin's ``torch.amp.GradScaler``."""
-    scaler = plugin.scaler
-    if not scaler.is_enabled():
-        # Lightning makes CUDA's for every accelerator, and torch disables it where there is none.
-        is_meant = torch.get_device_module(plugin.device).is_available()
-        return LossScaler(1.0, 1.0, 1.0) if is_meant else LossScaler()
-    made = LossScaler(init_scale=scaler.get_scale())
-    made.growth_factor = scaler.get_growth_factor()
-    made.backoff_factor = scaler.get_backoff_factor()
-    made.growth_interval = scaler.get_growth_interval()
-    return made

@@ -13,7 +13,7 @@ unit_step   steps of masters or states that rest elsewhere: in host memory, or b
             bf16 with stochastic rounding
 staging     steps of states in files
 hooks       what happens before and after an optimizer's step
-clip        norms, clipping, unscaling and loss scaling of gradients over all ranks
+clip        norms, clipping and unscaling of gradients over all ranks
 =========== ========================================================================================
 """
 
@@ -23,7 +23,6 @@ from lightning_zero.optimizer.attached import (
     bare,
     follow,
 )
-from lightning_zero.optimizer.clip import LossScaler
 from lightning_zero.optimizer.hooks import OptimizerHooks
 from lightning_zero.optimizer.known import Way, wraps_states
 from lightning_zero.optimizer.pieces import owned, parameter_of

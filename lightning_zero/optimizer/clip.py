@@ -1,4 +1,4 @@
-"""Gradient norms, clipping and loss scaling over pieces, exact over all ranks.
+"""Gradient norms, clipping and unscaling over pieces, exact over all ranks.
 
 Every element of a gradient lies in exactly one piece of one rank, so padding, empty pieces, frozen
 and unused parameters need no special care: the sum over pieces and ranks is the whole.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,52 +118,3 @@ def unscale(
         if comm is not None:
             comm.control.max(largest)
     return not bool(torch.isfinite(largest))
-
-
-class LossScaler:
-    """Dynamic loss scaling (Micikevicius et al., *Mixed Precision Training*, 2018, section 3.2).
-
-    The scale backs off when a gradient on any rank was not finite, and grows after
-    ``growth_interval`` steps in a row without one. Its state dict is ``torch.amp.GradScaler``'s.
-    """
-
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-    ) -> None:
-        self.scale = init_scale
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self.num_good_steps = 0
-
-    def get_scale(self) -> float:
-        """Return the scale, as the method of this name in ``torch.amp.GradScaler`` does."""
-        return self.scale
-
-    def update(self, *, found_inf: bool) -> None:
-        """Move to the next step's scale."""
-        if found_inf:
-            self.scale *= self.backoff_factor
-            self.num_good_steps = 0
-            return
-        self.num_good_steps += 1
-        if self.num_good_steps == self.growth_interval:
-            self.scale *= self.growth_factor
-            self.num_good_steps = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state under the names that ``torch.amp.GradScaler`` uses."""
-        return {key: getattr(self, name) for key, name in _KEYS.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a state written by this class or by ``torch.amp.GradScaler``."""
-        for key, name in _KEYS.items():
-            setattr(self, name, state[key])
-
-
-_SETTINGS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
-_KEYS = {**{name: name for name in _SETTINGS}, "_growth_tracker": "num_good_steps"}

@@ -223,6 +223,13 @@ def call_last(hook: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Non
     hooks.move_to_end(next(key for key, value in hooks.items() if value == hook))
 
 
+def update_scale(scaler: torch.amp.GradScaler, *, found_inf: bool) -> None:
+    """Move to the next step's loss scale, for gradients that torch's scaler has not seen itself."""
+    scaler.scale(torch.zeros(()))  # makes the tensor of its scale, here on the host
+    scaler._per_optimizer_states[0]["found_inf_per_device"] = {0: torch.tensor(float(found_inf))}
+    scaler.update()
+
+
 @contextlib.contextmanager
 def without_hooks_of_all_steps() -> Iterator[None]:
     """Enter a context without the global step hooks of optimizers; torch has no public one."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import LRSchedulerConfig
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_zero.deepspeed import Config
-from lightning_zero.optimizer import LossScaler
 from lightning_zero.trainer.internals import unwrapped
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def apply(
-    config: Config, trainer: pl.Trainer, module: pl.LightningModule, scaler: LossScaler | None
+    config: Config, trainer: pl.Trainer, module: pl.LightningModule, scaler: GradScaler | None
 ) -> None:
     """Set the Trainer's and the scaler's values, and warn once about keys without effect."""
     for name, default in (("gradient_clip_val", None), ("accumulate_grad_batches", 1)):
@@ -34,8 +34,7 @@ def apply(
             )
         setattr(trainer, name, wanted)
     if scaler is not None:
-        for name, value in config.scaler.items():
-            setattr(scaler, name, value)
+        scaler.load_state_dict({**scaler.state_dict(), **config.scaler})
         config.scaler.clear()
     if config.warnings:
         rank_zero_warn("\n".join(config.warnings))

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_zero.fabric import ShardedPrecision, grads_of
 from lightning_zero.optimizer import clip
+from lightning_zero.tensors import internals
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,8 +40,7 @@ class ZeROPrecision(ShardedPrecision, Precision):
 
     Args:
         precision: A name from the first column.
-        scaler: The loss scaler of ``16-mixed``; by default one with the settings of
-            ``torch.amp.GradScaler``.
+        scaler: The loss scaler of ``16-mixed``; by default torch's with its own defaults.
         device: The device type, for code that reads it from the plugin.
 
     Raises:
@@ -53,7 +53,7 @@ class ZeROPrecision(ShardedPrecision, Precision):
     @override
     def pre_backward(self, tensor: torch.Tensor, module: pl.LightningModule) -> torch.Tensor:  # type: ignore[override]
         if self.scaler is not None:
-            tensor = tensor * self.scaler.scale
+            tensor = tensor * self.scaler.get_scale()
         return super().pre_backward(tensor, module)
 
     @override
@@ -75,7 +75,7 @@ class ZeROPrecision(ShardedPrecision, Precision):
         self._after_closure(model, optimizer)
         if skipped_backward:
             return closure_result
-        self.scaler.update(found_inf=found_inf)
+        internals.update_scale(self.scaler, found_inf=found_inf)
         return None if found_inf else optimizer.step(**kwargs)
 
     @override

@@ -113,7 +113,7 @@ def facts_of(trainer: pl.Trainer, precision: ZeROPrecision) -> dict[str, dict[st
         },
     }
     if precision.scaler is not None:
-        facts["The loss scaler"] = dict(vars(precision.scaler))
+        facts["The loss scaler"] = precision.scaler.state_dict()
     return facts
 
 

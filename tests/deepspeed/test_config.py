@@ -292,7 +292,7 @@ def fit(
     return {
         "weight": module.layer.weight.detach().clone(),
         "steps": trainer.global_step,
-        "scale": scaler and (scaler.scale, scaler.growth_interval),
+        "scale": scaler and (scaler.get_scale(), scaler.get_growth_interval()),
         "warnings": [str(w.message) for w in caught if "DeepSpeed" in str(w.message)],
     }
 

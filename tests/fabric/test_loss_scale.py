@@ -11,7 +11,6 @@ from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_zero.fabric import FabricPrecision, ZeROStrategy
-from lightning_zero.optimizer import LossScaler
 from tests.oracle.models import Blocks
 from tests.oracle.ranks import Pools
 
@@ -30,7 +29,7 @@ def fabric_of(stage: int, precision: Any = None) -> Fabric:
 
 def _with_a_parameter_outside(stage: int, *, is_own: bool = False) -> tuple[float, float, float]:
     """Step once; return the parameter's gradient, what it should be, and the norm."""
-    own = FabricPrecision("16-mixed", LossScaler(1024.0)) if is_own else None
+    own = FabricPrecision("16-mixed", torch.amp.GradScaler("cpu", 1024.0)) if is_own else None
     fabric = fabric_of(stage, own)
     torch.manual_seed(0)
     model, factor = Blocks(2, WIDTH), nn.Parameter(torch.ones(()))
@@ -97,9 +96,3 @@ def test_a_rank_without_a_part_of_the_gradients_steps_like_the_others(
 ) -> None:
     for moved, expected in ranks(2).run(_one_element, stage):
         assert moved == pytest.approx(expected, rel=1e-4)
-
-
-def test_defaults_are_torchs() -> None:
-    theirs = torch.amp.GradScaler("cpu")
-    theirs.scale(torch.ones(()))
-    assert LossScaler().state_dict() == theirs.state_dict()
