@@ -4,7 +4,7 @@
 known       the three ways to step, and the classes for which the way is known
 watch       how an optimizer is stepped: the setting, the table, or steps of toys that are watched
 toys        copies of optimizers that own toy parameters, and the sizes of states that these show
-attached    what engines attach to an optimizer: objects, and functions in place of its methods
+attached    functions in place of an optimizer's methods
 pieces      members of groups, and parts of states
 steppers    what an optimizer shows between steps and holds within: parameters and their states;
             it steps by element unless it is one of the next two

@@ -1,4 +1,4 @@
-"""Objects attached to the user's optimizer, and functions in place of its methods."""
+"""Functions in place of methods of the user's optimizer, and what else is known of its object."""
 
 from __future__ import annotations
 
@@ -29,31 +29,6 @@ def with_inner(optimizer: Optimizer) -> Iterator[Optimizer]:
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer):
             yield from with_inner(value)
-
-
-class OfOptimizer:
-    """An object that an engine has made for the user's optimizer, to which it may be attached.
-
-    Copies of the optimizer lack it. Holds only a weak reference, so that the optimizer is freed
-    without the garbage collector.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __reduce__(self) -> Any:
-        return _nothing, ()
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        return optimizer
-
-
-def _nothing() -> None:
-    """Return what a copy of an optimizer has in such a place."""
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm import Communicator, SyncPoint
-from lightning_zero.optimizer.attached import OfOptimizer, bare, with_inner
+from lightning_zero.optimizer.attached import bare, with_inner
 from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import (
     FindPiece,
@@ -48,14 +49,18 @@ from lightning_zero.optimizer.pieces import (
     held_by,
     is_of_elements,
     owned,
+    parameter_of,
     put_members,
     with_entries,
 )
 from lightning_zero.parameters import Piece
 
 
-class Stepper(OfOptimizer):
+class Stepper:
     """Steps an optimizer: here by element, all pieces in the user's own call.
+
+    Copies of the optimizer have none. It refers to the optimizer weakly, so that this is freed
+    without the garbage collector.
 
     Attributes:
         way: How the optimizer is stepped.
@@ -63,8 +68,6 @@ class Stepper(OfOptimizer):
         comm: The ranks; ``None`` when the run has ended.
         pieces: This rank's pieces of all members so far.
         found: The pieces by the ids of their parameters, and of their members.
-        hiding: The members by the ids of the parameters that they replace in a step.
-        showing: The parameters by the ids of the members that they replace between steps.
         is_hidden: Whether the optimizer holds what it steps.
         is_lent: Whether :meth:`holding_parts` makes it do so, for code that wants these parts.
     """
@@ -73,14 +76,22 @@ class Stepper(OfOptimizer):
     is_torn = False
 
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(optimizer)
+        self._optimizer = weakref.ref(optimizer)
         self.comm: Communicator | None = None
         self.pieces: list[Piece] = []
         self.found: dict[int, Piece] = {}
-        self.hiding: dict[int, Parameter] = {}
-        self.showing: dict[int, Parameter] = {}
         self.is_hidden = self.is_lent = False
         self._states: WholeStates | None = None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
 
     @property
     def is_whole(self) -> bool:
@@ -142,12 +153,10 @@ class Stepper(OfOptimizer):
         new = {p: held for p, held in pieces.items() if id(p.parameter) not in self.found}
         self.pieces += new
         for piece in new:
-            parameter, member = piece.parameter, self.member(piece)
-            self.found |= {id(parameter): piece, id(member): piece}
-            self.hiding[id(parameter)], self.showing[id(member)] = member, parameter
+            self.found |= {id(piece.parameter): piece, id(self.member(piece)): piece}
         # What is held may be the DTensor that a module returns for a parameter.
-        held_now = {id(held): self.member(piece) for piece, held in new.items()}
-        put_members(self.optimizer, self.hiding | held_now)
+        held_now = {id(held): piece for piece, held in new.items()}
+        put_members(self.optimizer, self.found | held_now, self.member)
         self.take_states(new)
 
     def take_states(self, held: Mapping[Piece, Parameter]) -> None:
@@ -170,7 +179,7 @@ class Stepper(OfOptimizer):
         optimizer, states = self.optimizer, self._states
         if not self.is_hidden or states is None:
             return
-        put_members(optimizer, self.showing)
+        put_members(optimizer, self.found, parameter_of)
         states.parts = optimizer.state  # torch makes a new dictionary when it loads states
         self._put(states.parts, states)
         self.is_hidden = False
@@ -180,7 +189,7 @@ class Stepper(OfOptimizer):
         optimizer, states = self.optimizer, self._states
         if self.is_hidden or states is None:
             return
-        put_members(optimizer, self.hiding)
+        put_members(optimizer, self.found, self.member)
         self.is_hidden = True
         states.take_back()
         if optimizer.state is states:
@@ -329,7 +338,7 @@ def take_over(
         raise ValueError(ENDED.format(kind=type(optimizer).__name__))
     before.check()
     before.hide()
-    put_members(optimizer, before.showing)
+    put_members(optimizer, before.found, parameter_of)
     for old, new in taken:
         state = optimizer.state.pop(before.member(old), None)
         device = stepper.stepped_as(new).device

@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optimizer.attached import OfOptimizer, bare, options_of
+from lightning_zero.optimizer.attached import bare, options_of
 from lightning_zero.optimizer.known import is_patched
 from lightning_zero.optimizer.pieces import held_by, parameter_of, with_entries
-from lightning_zero.optimizer.steppers import stepper_of
+from lightning_zero.optimizer.steppers import Stepper, stepper_of
 from lightning_zero.tensors import bytes_held, internals, is_wrapper, without_draws
 
 Toys = Mapping[int, Sequence[tuple[Parameter, Parameter]]]
@@ -135,7 +135,7 @@ def _is_ours(optimizer: Optimizer, name: str) -> bool:
     """
     value = vars(optimizer)[name]
     is_method = callable(value) and hasattr(type(optimizer), name)
-    return is_method or isinstance(value, OfOptimizer) or _holds_hooks(name)
+    return is_method or isinstance(value, Stepper) or _holds_hooks(name)
 
 
 def _holds_hooks(name: str) -> bool:
