@@ -51,11 +51,13 @@ from lightning_zero.tensors import (
 
 @uncollected()
 @runs_outside
-def module_state(module: nn.Module, engine: Engine) -> dict[str, Any]:
+def module_state(module: nn.Module, engine: Engine | None) -> dict[str, Any]:
     """Return ``module.state_dict()`` with sharded values in the master's precision; a collective.
 
-    Tied names share one value, as they do in the module.
+    Tied names share one value, as they do in the module. Without an engine, nothing is sharded.
     """
+    if engine is None:
+        return module.state_dict()
     engine.require_whole()
     engine.sharded.keep_edits()
     state = module.state_dict(keep_vars=True)

@@ -217,13 +217,16 @@ class ShardedModule(nn.Module):
 
     Attributes:
         module: The user's module, whose parameters the engine shards.
-        engine: The engine.
+        engine: The engine; ``None`` in a copy, whose module is an ordinary one.
     """
 
     def __init__(self, module: nn.Module, engine: Engine) -> None:
         super().__init__()
         self.module = module
-        self.engine = engine
+        self.engine: Engine | None = engine
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "engine": None}
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,6 +238,8 @@ class ShardedModule(nn.Module):
         self, function: Callable[..., Any], awaits_backward: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
         """Call a function that runs the module within a step."""
+        if self.engine is None:
+            return function(*args, **kwargs)
         step = self.engine.step(awaits_backward=awaits_backward)
         with step as watch, explained_memory():
             output = function(*args, **kwargs)
@@ -243,4 +248,5 @@ class ShardedModule(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context whose backward passes send no gradients; nothing after a run."""
-        return nullcontext() if self.engine.is_closed else self.engine.no_sync()
+        engine = self.engine
+        return nullcontext() if engine is None or engine.is_closed else engine.no_sync()

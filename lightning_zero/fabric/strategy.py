@@ -120,6 +120,11 @@ class ZeROStrategy(Sharding, DDPStrategy):
         self._zero_precision: FabricPrecision = FabricPrecision.of(precision or Precision())
         self._precision = None if precision is None else self._zero_precision
 
+    def __getstate__(self) -> dict[str, Any]:
+        # For copies of a module that was set up: they belong to no ranks.
+        kept = {name: value for name, value in vars(self).items() if name != "_checkpoints"}
+        return {**kept, "engines": []}
+
     # -- setup -----------------------------------------------------------------------------------
 
     @override
@@ -147,6 +152,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
         finally:
             self._awaits_optimizers = False
         assert isinstance(found[0], ShardedModule)
+        assert found[0].engine is not None
         self._announce(found[0].engine)
         return found
 

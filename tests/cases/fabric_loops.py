@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -135,9 +136,12 @@ def adversaries(fabric: Fabric) -> Trace:
 
 
 def own_backward(fabric: Fabric) -> Trace:
-    """Calls `loss.backward()` itself, and in every other step a closure that backs up by Fabric."""
+    """Calls `loss.backward()` itself, and in every other step a closure that backs up by Fabric.
+
+    A copy of the model is an ordinary one.
+    """
     model, optimizer = begun(fabric)
-    losses = []
+    losses = [output(fabric, copy.deepcopy(model), 0)]
     for step in range(4):
 
         def closure(step: int = step) -> Tensor:
@@ -323,6 +327,7 @@ def a_checkpoint_is_loaded_in_part(play: Player) -> Trace:
     fabric = play.fabric()
     model, optimizer = begun(fabric)
     state, path = {"model": model, "optimizer": optimizer}, play.folder / "some.ckpt"
+    state["copy"] = copy.deepcopy(model)  # which is ordinary, and belongs to no rank
     fabric.save(path, state, filter={"model": lambda name, _: "weight" in name})
     wanted = {name for name, _ in blocks().named_parameters() if "weight" in name}
     assert set(torch.load(path, weights_only=True)["model"]) == wanted
@@ -344,4 +349,5 @@ def a_checkpoint_is_loaded_in_part(play: Player) -> Trace:
         torch.save({k: torch.ones_like(v) for k, v in blocks().state_dict().items()}, raw)
     fabric.barrier()
     fabric.load_raw(raw, model)
-    return trace([], model)
+    assert torch.load(path)["copy"].keys() == state["copy"].state_dict().keys()
+    return trace([], model, state["copy"])

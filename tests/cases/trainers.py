@@ -203,7 +203,7 @@ class Copier(Callback):
             return
         things: dict[str, Any] = {
             "trainer": trainer, "strategy": trainer.strategy, "callbacks": trainer.callbacks, "module": module,  # type: ignore[attr-defined]
-            "loggers": trainer.loggers, "optimizers": trainer.optimizers,
+            "model": trainer.model, "loggers": trainer.loggers, "optimizers": trainer.optimizers,
             "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
         }  # fmt: skip
         if hook == "teardown":  # an optimizer whose run has ended is refused
@@ -228,7 +228,7 @@ class Copier(Callback):
 
 def values_of(name: str, copied: Any, thing: Any) -> Any:
     """Return what is compared of a copy."""
-    if name == "module":
+    if name in ("module", "model"):
         return [p.detach().clone() for p in copied.parameters()]
     if name == "optimizers":
         return [optimizer.state_dict() for optimizer in copied]
