@@ -194,7 +194,7 @@ class _Saved:
         content = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         content.set_(tensor.untyped_storage())
         self._on_host = copies.passing_memory(content.numel(), torch.uint8)
-        self._landing = copies.down(self._on_host, content, group=call)
+        self._end = copies.down(self._on_host, content, group=call)
         self._fetched: tuple[Tensor, Work] | None = None
         self._is_awaited = False
         call.saved.add(self)
@@ -203,7 +203,7 @@ class _Saved:
         """Start to copy the content to the device, unless that was done."""
         if self._fetched is None:
             content = torch.empty(len(self._on_host), dtype=torch.uint8, device=self._device)
-            work = self._copies.up(content, self._on_host, Pending, self._landing)
+            work = self._copies.up(content, self._on_host, Pending, self._end)
             self._fetched = content, work
 
     def view(self, dtype: torch.dtype, *place: Any) -> Tensor:

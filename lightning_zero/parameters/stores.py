@@ -385,7 +385,8 @@ class HostStore(Store):
             self._sum_over_copies(reduced, unit, tag).wait()
 
         note("down", reduced.numel(), reduced.element_size())
-        return below, self.comm.host_copies.down(below, reduced, finish, group=unit)
+        end = self.comm.host_copies.down(below, reduced, finish, group=unit)
+        return below, Pending(then=end.synchronize)
 
 
 def _reading(unit: str) -> str:

@@ -24,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -153,22 +153,6 @@ def require_abilities(device: torch.device) -> None:
         ) from error
 
 
-class Landing(NamedTuple):
-    """A copy on its way to the host, which ends with ``event``; without one it is there."""
-
-    event: torch.Event | None
-
-    def precede(self, stream: torch.Stream) -> None:
-        """Make ``stream`` wait for the copy."""
-        if self.event is not None:
-            stream.wait_event(self.event)
-
-    def wait(self) -> None:
-        """Make the host wait for the copy."""
-        if self.event is not None:
-            self.event.synchronize()
-
-
 class Upload:
     """A copy to the device and what follows it, begun at the latest when it is waited for.
 
@@ -224,14 +208,14 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.has_streams = has_streams = device.type not in _WITHOUT_STREAMS
-        self._down_stream = torch.Stream(device) if has_streams else None
-        self._up_stream = torch.Stream(device) if has_streams else None
-        self._reduce_stream = torch.Stream(device) if has_streams else None
+        self.has_streams = device.type not in _WITHOUT_STREAMS
+        if self.has_streams:
+            self._down_stream, self._up_stream = torch.Stream(device), torch.Stream(device)
+            self._reduce_stream = torch.Stream(device)
         # End of the last copy that reads memory of the host's in place.
         self._up: torch.Event | None = None
         # What copies to the host still read, by group, the oldest first.
-        self._leaving: dict[object, list[tuple[Landing, Tensor]]] = {}
+        self._leaving: dict[object, list[tuple[torch.Event, Tensor]]] = {}
         # Host memory, held until the copy into it has ended; and that which nobody holds, by size.
         self._held: deque[tuple[torch.Event, Tensor]] = deque()
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
@@ -304,19 +288,16 @@ class HostCopies:
         out: Tensor,
         source: Tensor,
         then: Callable[[], Work],
-        after: Landing | None = None,
+        after: torch.Event | None = None,
     ) -> Work:
         """Start to copy ``source`` to the device, then ``then``; return one work for both.
 
         The device casts it to the dtype of ``out``: that would block the host. ``after`` is the
-        copy that brings ``source`` to the host, if it may still be under way.
+        end of the copy that brings ``source`` to the host, if it may still be under way.
         """
-        if self._up_stream is None:
-            out.copy_(source)
-            return then()
         with self._beside_computation(self._up_stream):
             if after is not None:
-                after.precede(self._up_stream)
+                self._up_stream.wait_event(after)
             if out.dtype is source.dtype:
                 out.copy_(source, non_blocking=True)
             else:
@@ -344,14 +325,14 @@ class HostCopies:
             for pair in pairs:
                 numel = CHUNK_BYTES // max(one.element_size() for one in pair)
                 parts += zip(*(torch.split(one, numel) for one in pair), strict=True)
-        stream = self._up_stream
-        if stream is None:
+        if not self.has_streams:
             reads: list[Wait] = [self._threads.submit(out.copy_, one).result for out, one in parts]
 
             def begin() -> Work:
                 wait_for(reads)
                 return then()
         else:
+            stream = self._up_stream
             now = torch.accelerator.current_stream(self.device).record_event()
 
             def begin() -> Work:
@@ -408,7 +389,8 @@ class HostCopies:
                 upload.error = error
                 raise RuntimeError(f"{upload.what} failed: {error}") from error
             finally:
-                upload.end = None if self._up_stream is None else self._up_stream.record_event()
+                if self.has_streams:
+                    upload.end = self._up_stream.record_event()
 
     def wait_until_read(self) -> None:
         """Wait until all sources sent up have been read, and may be overwritten."""
@@ -425,25 +407,23 @@ class HostCopies:
         finish: Callable[[], object] | None = None,
         *,
         group: object,
-    ) -> Landing:
-        """Start to copy ``source`` to the host, once ``finish`` has been called for it.
+    ) -> torch.Event:
+        """Start to copy ``source`` to the host, once ``finish`` has been called; return its end.
 
         What that does on the device is done on the way, and computation does not wait for it.
         Copies of one ``group`` begin one after the other, and none when a later group has begun.
         """
-        stream = self._down_stream
-        with contextlib.nullcontext() if stream is None else self._beside_computation(stream):
+        with self._beside_computation(self._down_stream):
             if finish is not None:
                 finish()
-            out.copy_(source, non_blocking=stream is not None)
-            landing = Landing(None if stream is None else stream.record_event())
-        if landing.event is not None:
-            self._let_go()
-            self._held.append((landing.event, out))
-            self._leaving.setdefault(group, []).append((landing, source))
-            if torch.accelerator.current_stream(self.device) != self._reduce_stream:
-                self._drop_old()
-        return landing
+            out.copy_(source, non_blocking=True)
+            end = self._down_stream.record_event()
+        self._let_go()
+        self._held.append((end, out))
+        self._leaving.setdefault(group, []).append((end, source))
+        if torch.accelerator.current_stream(self.device) != self._reduce_stream:
+            self._drop_old()
+        return end
 
     def release_sources(self, group: object = None) -> None:
         """Drop what copies to the host read; computation waits for these copies first.
@@ -462,8 +442,8 @@ class HostCopies:
         """Drop the sources of the oldest group, and return it."""
         oldest = next(iter(self._leaving))
         stream = torch.accelerator.current_stream(self.device)
-        for landing, _ in self._leaving.pop(oldest):
-            landing.precede(stream)
+        for end, _ in self._leaving.pop(oldest):
+            stream.wait_event(end)
         return oldest
 
     # -- reductions ------------------------------------------------------------------------------
@@ -475,11 +455,9 @@ class HostCopies:
         holds memory of the computation's stream that is used here; other memory is allocated and
         freed on this stream.
         """
-        stream = self._reduce_stream
-        assert stream is not None
-        with self._beside_computation(stream):
+        with self._beside_computation(self._reduce_stream):
             begin()()
-            end = stream.record_event()
+            end = self._reduce_stream.record_event()
         self._drop_old()
         return partial(self._wait_on_device, end, begin)
 

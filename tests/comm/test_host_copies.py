@@ -41,10 +41,10 @@ def test_memory_that_a_copy_fills_does_not_recur() -> None:
     with beside_the_host():
         copies = HostCopies(CPU)
         out = copies.recurring_memory(4, torch.float32)
-        place, landing = out.data_ptr(), copies.down(out, torch.ones(4), group=0)
+        place, end = out.data_ptr(), copies.down(out, torch.ones(4), group=0)
         del out
         assert copies.recurring_memory(4, torch.float32).data_ptr() != place
-        landing.wait()
+        end.synchronize()
         assert copies.recurring_memory(4, torch.float32).data_ptr() == place
         copies.close()
 
@@ -74,13 +74,13 @@ def test_nothing_goes_up_behind_what_goes_down() -> None:
         copies = HostCopies(CPU)
         below, other = (copies.lasting_memory(4, torch.float32) for _ in range(2))
         above = torch.zeros(4)
-        landing = copies.down(below, torch.ones(4), group="unit")
+        end = copies.down(below, torch.ones(4), group="unit")
         copies.up(above, other, Pending).wait()
         assert device.overlapped("up", "down") == 1
         # But where it is the same that comes and goes.
         with pytest.raises(AssertionError, match=r"copy_.* reads what copy_.* not have written"):
             copies.up(above, below, Pending)
-        copies.up(above, below, Pending, landing).wait()
+        copies.up(above, below, Pending, end).wait()
         assert above.tolist() == [1.0] * 4
         copies.close()
 

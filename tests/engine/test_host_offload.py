@@ -117,7 +117,7 @@ class Late:
         self._out, self._source = out, source.clone()
         out.fill_(float("nan"))
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._out.copy_(self._source)
 
 

@@ -630,6 +630,10 @@ def beside_the_host(*, followed: bool = True) -> Iterator[Device]:
     ]
     if followed:
         patches += [*_on_host(device), *_streams(device), device]
+    else:  # streams that do everything at once
+        patches.append(mock.patch.object(transfers, "_WITHOUT_STREAMS", ("meta",)))
+        patches.append(mock.patch.object(torch, "Stream"))
+        patches.append(mock.patch.object(torch.accelerator, "current_stream"))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
