@@ -63,11 +63,6 @@ class Part(NamedTuple):
         """The number of its elements."""
         return self.stop - self.start
 
-    @property
-    def is_last(self) -> bool:
-        """Return whether the piece ends with this part."""
-        return self.stop == self.piece.numel()
-
     def of(self, values: Tensor) -> Tensor:
         """Return the part's values, given those of its piece."""
         return values[self.start : self.stop]
@@ -273,7 +268,7 @@ class UnitStep(Stepper):
         """Bring what was stepped to rest; a piece has a new state once its last part has one."""
         states = self.optimizer.state
         state = self.rested(part, stand_in, states.pop(stand_in, {}))
-        if state and part.is_last:
+        if state and part.stop == part.piece.numel():
             states[part.piece] = state
 
     @override

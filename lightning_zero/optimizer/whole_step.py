@@ -130,7 +130,7 @@ class Whole:
             self.piece.grad.copy_(self.parts(grad)[rank])
 
     def release(self) -> None:
-        """Free the memory of a step."""
+        """Free the memory of a step, if one is under way."""
         lent, self._lent = self._lent, None
         if lent is not None:
             is_dropped = self.owner is None and self.has_grad and self.member.grad is None
@@ -150,7 +150,6 @@ class WholeStep(Stepper):
         self._axis = comm.mesh.model
         self._wholes: dict[int, Whole] = {}
         self._loads = [0] * self._axis.size
-        self._is_begun = False
 
     @override
     def take(self, pieces: Sequence[Piece]) -> None:
@@ -211,7 +210,6 @@ class WholeStep(Stepper):
             grads = self._brought([w for w in wholes if w.has_grad], Whole.sent_grad)
             for whole, data in masters.items():
                 whole.fill(data, grads.get(whole))
-        self._is_begun = True
 
     def _brought(
         self, wholes: Sequence[Whole], part_of: Callable[[Whole], Tensor]
@@ -234,7 +232,8 @@ class WholeStep(Stepper):
                     whole.keep(self._axis.rank)
             else:
                 self._bring_back(wholes)
-        self._release()
+        for whole in wholes:
+            whole.release()
 
     def _bring_back(self, wholes: Sequence[Whole]) -> None:
         ranks = range(self._axis.size)
@@ -258,14 +257,9 @@ class WholeStep(Stepper):
 
     @override
     def remove(self) -> None:
-        self._release()
+        for whole in self._wholes.values():
+            whole.release()
         super().remove()
-
-    def _release(self) -> None:
-        if self._is_begun:
-            self._is_begun = False
-            for whole in self._wholes.values():
-                whole.release()
 
     @override
     def describe(self, reason: str) -> str:

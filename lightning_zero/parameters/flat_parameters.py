@@ -90,17 +90,7 @@ class Edits(Shown):
     def watch(self, values: list[Tensor]) -> None:
         """Watch for changes of ``values`` from now on."""
         self.values, self.is_exposed = values, False
-        with internals.as_plain_tensors():  # a call less than `versions_now`, in every gather
-            self.versions = list(map(internals.version_of, self._parameters))
-
-    def were_made(self, *, in_versions: bool) -> bool:
-        """Return whether a parameter points at other memory, or has another version."""
-        # In one call, as each unit asks this twice a step.
-        with internals.as_plain_tensors():
-            if in_versions and self.versions != list(map(internals.version_of, self._parameters)):
-                return True
-            now = list(map(Tensor.data_ptr, self._parameters))
-            return now != list(map(Tensor.data_ptr, self.values))
+        self.versions = self.versions_now
 
     def expose(self, tensor: Tensor, *, is_plain: bool = False) -> None:
         """Note that ``tensor`` lies in the memory of the weights, and may outlive them there.
@@ -291,10 +281,9 @@ class FlatParameters:
 
     def _point(self, values: Sequence[Tensor], *, guarded: bool = True) -> None:
         with internals.as_plain_tensors():
-            for parameter, classes, data in zip(self.parameters, self.classes, values, strict=True):
+            for parameter, data in zip(self.parameters, values, strict=True):
                 properties.SET_DATA(parameter, data)
-                parameter.__class__ = classes[not guarded]
-        self.is_guarded = guarded
+        self.guard(guarded=guarded)
 
     def guard(self, *, guarded: bool = True) -> None:
         """Guard the parameters, or make them readable, but leave their data in place."""
@@ -327,8 +316,9 @@ class FlatParameters:
     @property
     def may_be_edited(self) -> bool:
         """Return whether users may have changed whole weights; the same on every rank."""
-        is_apart = self.plan.rests_apart
-        return (is_apart and self.edits.is_exposed) or self.edits.were_made(in_versions=is_apart)
+        edits = self.edits
+        is_written = edits.is_exposed or edits.versions != edits.versions_now
+        return bool((self.plan.rests_apart and is_written) or edits.moved)
 
     @torch.no_grad()
     def store_edits(self) -> None:
