@@ -235,7 +235,7 @@ def test_path(ranks: Pools, tmp_path: Path, name: str) -> None:
     for seen in ranks(way.world).run(seen_on, name, str(tmp_path)):
         print(name, *seen, foretold)  # as the table in examples/benchmarks/RESULTS.md
         # The host reads gradients that have come down: once all of them have.
-        assert all(place.startswith("tensors/transfers.py") for place in seen.waits), seen.waits
+        assert all(place.startswith("comm/control.py") for place in seen.waits), seen.waits
         num_waits = way.num_microbatches if way.offload is not None else 0
         assert sum(seen.waits.values()) == num_waits
         # Codes, sums over copies and what goes to the host are seen where activations are small.
