@@ -278,8 +278,6 @@ def test_command_names_what_a_configuration_lacks(
         (["gone.py:Model"], "there is no file gone.py"),
         (["gone.yaml"], "found nothing at gone.yaml"),
         ([f"{ROOT}/examples/zero3.yaml"], "has no `model.class_path`"),
-        (["10B", "--optimizer", "adamm"], "Expected an optimizer of torch.optim"),
-        (["10B", "--ranks", "0"], "Expected world_size >= 1, got 0."),
         (["10B", "--batch", "int64[2]"], "A number of parameters has no activations"),
         (["10B", "--batch", "int65[2]"], "Expected a batch such as int64[4,128]"),
         (["10B", "--device-memory", "big"], "Expected a number of bytes such as '80GB'"),

@@ -138,18 +138,3 @@ def test_estimate_explains_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
     alone = said(capsys, "estimate", "1B", "--stages", "2", "3")[1]
     assert "than that of zero2." in alone
     assert "zero1" not in alone
-
-
-# -- no checkpoint ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x04N.", None])
-def test_inspect_says_what_is_no_checkpoint(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None
-) -> None:
-    path = tmp_path / "file.ckpt"
-    path.mkdir() if content is None else path.write_bytes(content)
-    code, text = said(capsys, "inspect", str(path))
-    assert code == 1
-    assert f"'{path}' is not a checkpoint" in text
-    assert "trust" not in text

@@ -16,19 +16,10 @@ from torch import Tensor, nn
 from lightning_zero import full_grad, gathered
 from lightning_zero.comm import Communicator, Control
 from lightning_zero.engine import Engine
-from tests.oracle.models import Block
 from tests.oracle.ranks import Pools
 from tests.oracle.sharded import CPU, Stack, adopted, build, rows, sgd, shard, square
 
 WORLD = 2
-
-
-class Deep(Stack):
-    """Eight units besides the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(6) for _ in range(8)])
 
 
 def backward(engine: Engine, seed: int = 0) -> None:
@@ -40,7 +31,7 @@ def backward(engine: Engine, seed: int = 0) -> None:
 
 def between_steps() -> None:
     """Few units are whole while all are read, or changed where no peer reads them."""
-    engine = shard(build(Deep), comm=Communicator(CPU, reads_peers=False))
+    engine = shard(Stack(8), comm=Communicator(CPU, reads_peers=False))
     largest = sorted(
         sum(flat.layout.numel * 4 for flat in unit.flat_parameters) for unit in engine.sharded.units
     )

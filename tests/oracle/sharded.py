@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Communicator
 from lightning_zero.engine import Engine
 from lightning_zero.plan import RECIPES, Settings
-from tests.oracle.models import MODELS, Batch, Block, Case
+from tests.oracle.models import MODELS, Batch, Blocks, Case
 from tests.oracle.projects import Trace
 
 CPU = torch.device("cpu")
@@ -213,20 +213,15 @@ def padded(sizes: list[int], world: int) -> int:
 # ------------------------------------------------------------------- a model for single steps
 
 
-class Stack(nn.Module):
-    """A stem, three blocks that are units, a head in the root."""
+class Stack(Blocks):
+    """A stem, blocks that are units, a head in the root."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([Block(6) for _ in range(3)])
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__(num_blocks)
         self.head = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        return self.head(super().forward(x))
 
 
 def build(make: Callable[[], nn.Module]) -> nn.Module:
