@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import prodigyopt
 import pytorch_optimizer
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -27,7 +26,7 @@ NUM_ROWS = 48
 class Model(LightningModule):
     """A tied model with dropout-free loss, a scheduler per step and a hyperparameter."""
 
-    def __init__(self, lr: float = 0.02, extra: Any = None) -> None:
+    def __init__(self, lr: float = 0.02) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.net = Tied()
@@ -41,12 +40,6 @@ class Model(LightningModule):
         self.losses.append(loss.item())
         self.log("loss", loss.detach())
         return loss
-
-    def validation_step(self, batch: list[Tensor], index: int) -> None:
-        self.log("val", self.loss(batch[0]))
-
-    def test_step(self, batch: list[Tensor], index: int) -> None:
-        self.validation_step(batch, index)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
@@ -81,9 +74,8 @@ class Rows:
         self.position = state["position"]
 
 
-def make_trainer(world: int, strategy: Any, folder: Path | str, **more: Any) -> Trainer:
+def make_trainer(strategy: Any, folder: Path | str, **more: Any) -> Trainer:
     options: dict[str, Any] = {
-        "devices": world,
         "max_epochs": None,
         "max_steps": 12,
         "log_every_n_steps": 50,
@@ -98,11 +90,7 @@ def make_trainer(world: int, strategy: Any, folder: Path | str, **more: Any) -> 
 def brief(strategy: Any, max_steps: int, **more: Any) -> Trainer:
     """A trainer that saves only when it is told to."""
     options = {"enable_checkpointing": False, "max_steps": max_steps, **more}
-    return make_trainer(world(), strategy, "/nowhere", **options)
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return make_trainer(strategy, "/nowhere", **options)
 
 
 def model() -> Model:
@@ -266,7 +254,6 @@ class Run(NamedTuple):
         newest: dict[str, Any] = {"monitor": "step", "mode": "max", "save_top_k": 2}
         keep = ModelCheckpoint(saves, "{step}", every_n_train_steps=1, save_last=True, **newest)
         trainer = make_trainer(
-            world(),
             chosen,
             saves,
             callbacks=[keep, Stop(f"{saves}/mid.ckpt", NUM_BEFORE)] if saves else [],

@@ -61,11 +61,6 @@ class Model(LightningModule):
         self.losses.append(loss.item())
         return loss
 
-    def validation_step(self, batch: Any, index: int) -> None:
-        (text,) = batch
-        loss = F.cross_entropy(self(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-        self.log("val", loss, sync_dist=True)
-
     def configure_optimizers(self) -> Any:
         rate = 0.01 if self.optimizer == "AdamW" else 0.2
         return getattr(torch.optim, self.optimizer)(self.parameters(), lr=rate)

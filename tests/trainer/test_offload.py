@@ -11,13 +11,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch import Tensor, nn
 
 from lightning_zero import MemoryMonitor, ZeROStrategy, estimate
 from lightning_zero.checkpoint import write_safetensors
-from tests.oracle.by_trainer import Model, Rows, Stop, make_trainer, world
+from tests.cases import scheduled, user
+from tests.oracle.by_trainer import Model, Rows, Stop, make_trainer
 from tests.oracle.device import Device, beside_the_host
 from tests.oracle.messages import messages
 from tests.oracle.ranks import Pools
@@ -26,20 +28,19 @@ STEPS = 6
 FILES: dict[str, Any] = {"offload_optimizer": "nvme", "offload_weights": "nvme"}
 
 
-class Fused(Model):
+def fused(module: Model) -> Any:
     """As offload steps by itself, with states of which every file has some."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, fused=True)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+    return scheduled(torch.optim.AdamW(module.parameters(), lr=0.02, fused=True))
 
 
-def fit(name: Any, folder: str, *callbacks: Any, path: str | None = None, **more: Any) -> Fused:
+Fused = user(Model, configure_optimizers=fused)
+
+
+def fit(name: Any, folder: str, *callbacks: Any, path: str | None = None, **more: Any) -> Any:
     torch.manual_seed(0)
     module = Fused()
     options = {"enable_checkpointing": False, "gradient_clip_val": 0.5, "max_steps": STEPS, **more}
-    trainer = make_trainer(world(), name, folder, callbacks=list(callbacks), **options)
+    trainer = make_trainer(name, folder, callbacks=list(callbacks), **options)
     trainer.fit(module, Rows(), ckpt_path=path)
     return module
 
@@ -52,7 +53,7 @@ def reported(folder: str) -> tuple[dict[str, int], str]:
     assert read.bytes > 0
     assert 0 < times.waiting < times.stepping < times.seconds
     assert monitor.times.bytes_read == (STEPS - 1) * read.bytes
-    return monitor.measured["step"], monitor.text(world())
+    return monitor.measured["step"], monitor.text(dist.get_world_size())
 
 
 def test_the_monitor_shows_files_and_times(ranks: Pools, tmp_path: Path) -> None:
@@ -119,8 +120,10 @@ def on_host(folder: str, name: str) -> dict[str, int]:
     for state in found:
         assert all(torch.equal(value, whole[key]) for key, value in state.items())
     held = monitor.measured["step"]
-    how: dict[str, Any] = {"world_size": world(), "precision": "bf16-mixed"}
-    found = [estimate(Fused(), chosen(), rank=rank, **how).rests for rank in range(world())]
+    how: dict[str, Any] = {"world_size": dist.get_world_size(), "precision": "bf16-mixed"}
+    found = [
+        estimate(Fused(), chosen(), rank=rank, **how).rests for rank in range(dist.get_world_size())
+    ]
     for kind in found[0]:
         assert held.get(kind, 0) == max(one[kind] for one in found), kind
     return held
@@ -216,7 +219,7 @@ def as_safetensors(folder: Path, max_bytes: int | None = None) -> str:
 
 def outputs(name: str, folder: str, path: str, module: Any = None, **more: Any) -> tuple[Any, Any]:
     """Return what a model gives for a checkpoint."""
-    trainer = make_trainer(world(), name, folder, **more)
+    trainer = make_trainer(name, folder, **more)
     predicted = trainer.predict(module or Net(), Batches(), ckpt_path=path)
     rows = trainer.strategy.engine.sharded.memory()
     assert bool(rows.get("disk weights", 0) + rows.get("disk master", 0)) is (name == "zero3_nvme")
@@ -236,7 +239,7 @@ class Writer(Net):
 def compare(folder: str, layouts: dict[str, str]) -> None:
     """Also a file and a directory that these ranks write from what ``ddp.ckpt`` holds."""
     for form in ("file", "dcp"):
-        trainer = make_trainer(world(), ZeROStrategy(checkpoint=form), folder)  # type: ignore[arg-type]
+        trainer = make_trainer(ZeROStrategy(checkpoint=form), folder)  # type: ignore[arg-type]
         trainer.validate(Writer(), Batches(), ckpt_path=f"{folder}/ddp.ckpt", verbose=False)
     for path, precision in layouts.items():
         expected, found = (
@@ -305,7 +308,7 @@ def edited(folder: str, path: str) -> list[Tensor]:
     found: list[Tensor] = []
     for context in (contextlib.nullcontext(), beside_the_host(followed=False)):
         with context:
-            trainer = make_trainer(world(), "zero3_nvme", folder)
+            trainer = make_trainer("zero3_nvme", folder)
             found += trainer.predict(Editing(), Batches(), ckpt_path=path)
     return found
 
@@ -344,7 +347,7 @@ class Again(Net):
 
 def again(folder: str, path: str, *, is_meta: bool) -> None:
     model = Again(is_meta=is_meta)
-    trainer = make_trainer(world(), "zero3_nvme", folder, precision="bf16-mixed")
+    trainer = make_trainer("zero3_nvme", folder, precision="bf16-mixed")
     first = trainer.predict(model, Batches(), ckpt_path=path)
     strides = model.strides
     second = trainer.predict(model, Batches(), ckpt_path=path)

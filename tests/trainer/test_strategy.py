@@ -158,7 +158,7 @@ def _observe(folder: str, path: str | None = None, precision: Any = None, **how:
     module, strategy = by_trainer.model(), ZeROStrategy(**{"units": {Block}, **how})
     options: dict[str, Any] = {"max_steps": 6, "precision": precision}
     options["callbacks"] = [] if path else [by_trainer.Stop(f"{folder}/mid.ckpt", 3)]
-    trainer = by_trainer.make_trainer(dist.get_world_size(), strategy, folder, **options)
+    trainer = by_trainer.make_trainer(strategy, folder, **options)
     trainer.fit(module, by_trainer.Rows(), ckpt_path=path)
     sent = {key: (one.elements, one.bytes) for key, one in strategy.traffic.items()}
     weights = {name: value.clone() for name, value in module.state_dict().items()}

@@ -35,7 +35,7 @@ def fit(
     """Three steps; a dictionary has the arguments of our strategy."""
     chosen = ZeROStrategy(**strategy) if isinstance(strategy, dict) else strategy
     options: dict[str, Any] = {"max_steps": 3, "use_distributed_sampler": True}
-    trainer = make_trainer(dist.get_world_size(), chosen, folder, callbacks=callbacks, **options)
+    trainer = make_trainer(chosen, folder, callbacks=callbacks, **options)
     trainer.fit(model, loader(), ckpt_path=path, weights_only=True if path else None)
     return {"losses": model.losses, "weights": Trace.of(model).params, "trainer": trainer}
 
