@@ -256,12 +256,12 @@ def read_archive(place: Path, path: str, share: Share = (0, 1), *, weights_only:
             infos = archive.infolist()
             is_mapped = all(info.compress_type == ZIP_STORED for info in infos)
         with internals.mapping_files_by(mapped_storage):
-            return internals.load_to_host(place, weights_only=weights_only, mmap=is_mapped)
+            return torch.load(place, map_location="cpu", weights_only=weights_only, mmap=is_mapped)
     # Files by torch before 1.6 are not zip archives; they are read as a whole.
     with place.open("rb") as file:
         if _LEGACY not in file.read(64):
             raise ValueError(f"{path!r} is not a checkpoint, or it is truncated")
-    return internals.load_to_host(place, weights_only=weights_only)
+    return torch.load(place, map_location="cpu", weights_only=weights_only)
 
 
 def damaged_records(archive: ZipFile, share: Share = (0, 1)) -> Iterator[tuple[str, str]]:

@@ -52,7 +52,7 @@ from lightning_zero.checkpoint.files import (
 )
 from lightning_zero.checkpoint.save import Save
 from lightning_zero.checkpoint.values import ShardedValue
-from lightning_zero.tensors import internals, is_wrapper, tensors_in
+from lightning_zero.tensors import is_wrapper, tensors_in
 
 Keys = tuple[str | int, ...]
 """The path of an entry in nested dictionaries and lists."""
@@ -369,7 +369,7 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     @override
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        found = internals.load_to_host(value, weights_only=self._weights_only)
+        found = torch.load(value, map_location="cpu", weights_only=self._weights_only)
         self.state_dict[read_item.dest_index.fqn] = found
 
 

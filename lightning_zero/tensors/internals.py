@@ -273,15 +273,3 @@ def mapping_files_by(mapped: Callable[[str], torch.UntypedStorage]) -> Iterator[
         yield
     finally:
         cls.from_file = own
-
-
-def load_to_host(file: Any, **options: Any) -> Any:
-    """Call ``torch.load`` with all tensors in host memory.
-
-    If it fails, torch would go on mapping the devices of tensors that are unpickled later.
-    """
-    try:
-        return torch.load(file, map_location="cpu", **options)
-    except BaseException:
-        torch.serialization._serialization_tls.map_location = None
-        raise
