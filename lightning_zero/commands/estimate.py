@@ -116,8 +116,6 @@ def _asked(options: argparse.Namespace) -> _Asked:
     )
     present = torch.accelerator.current_accelerator(check_available=True)
     implied = (present.type if present else "cuda") if device is not None else "cpu"
-    # Without such a device, activations are those of CPU kernels.
-    kernels = None if options.device or present else torch.device("cpu")
     subject = ModelPlan(
         find_model(source, arguments),
         _settings(given),
@@ -125,7 +123,6 @@ def _asked(options: argparse.Namespace) -> _Asked:
         optimizer=options.optimizer,
         batch=parse_batch(options.batch),
         device=torch.device(options.device or implied),
-        kernels=kernels,
     )
     microbatches = options.accumulate_grad_batches or trainer.get("accumulate_grad_batches") or 1
     return _Asked(subject, given, microbatches, trainer, device, host)
@@ -193,7 +190,7 @@ def _advice(asked: _Asked, found: list[Estimate]) -> list[str]:
     roomy = [one for one in fit if asked.fits(one, asked.room)]
     if fit:
         one = roomy[0] if roomy else min(fit, key=lambda one: one.peak.total)
-        fits = " fits" if one.has_units and one.has_activations else ""
+        fits = " fits" if asked.subject.has_units and asked.subject.has_activations else ""
         return [f"{_named(one)}{fits}: {_need(asked, one)}.", _to_write(asked, one)]
     wide = f"{_named(least)} needs {_need(asked, least)}."
     lines: list[str] = []
@@ -235,8 +232,8 @@ def _named(one: Estimate) -> str:
 
 def _need(asked: _Asked, one: Estimate) -> str:
     """Return the memory that an estimate needs, with the limits, and what is not counted."""
-    missing = [] if one.has_units else ["gathered weights"]
-    missing += [] if one.has_activations else ["activations"]
+    missing = [] if asked.subject.has_units else ["gathered weights"]
+    missing += [] if asked.subject.has_activations else ["activations"]
     what, ranks = " and ".join(missing), one.world_size // asked.nodes(one.world_size)
     least = "at least " if what else ""
     least += _among(one.peak.total, " per rank", asked.device, "a device has")
@@ -306,11 +303,11 @@ def _offloads(options: argparse.Namespace, settings: Settings) -> list[tuple[int
 
 
 def _texts(subject: ModelPlan, found: list[Estimate]) -> list[str]:
-    missing = [] if found[0].has_units else ["gathered weights", "unreduced gradients"]
+    missing = [] if subject.has_units else ["gathered weights", "unreduced gradients"]
     missing += [] if subject.has_activations else ["activations"]
     head = subject.describe() + (f"\nNot counted: {', '.join(missing)}." if missing else "")
     if missing:
-        what = "--batch" if found[0].has_units else "a model (file.py:Class) and its --batch"
+        what = "--batch" if subject.has_units else "a model (file.py:Class) and its --batch"
         head += f"\nTo count them, pass {what}."
     if subject.has_activations and subject.microbatch.device.type != subject.device.type:
         head += "\nActivations are those of CPU kernels, as torch finds no accelerator here."

@@ -47,8 +47,6 @@ class Estimate:
         world_size: Number of ranks.
         precision: A precision of the Trainer.
         num_parameters: Elements of all parameters, ties counted once.
-        has_units: Whether the model's units are known, and so what is gathered and unreduced.
-        has_activations: Whether activations are counted.
         snapshots: A step on the device from its start to the rest after it.
         most: The most bytes of each kind on the device, at any time.
         rests: Bytes between steps after the first one, by kind and medium.
@@ -62,8 +60,6 @@ class Estimate:
     world_size: int
     precision: str
     num_parameters: int
-    has_units: bool
-    has_activations: bool
     snapshots: tuple[Snapshot, ...]
     most: dict[str, int]
     rests: Counter[str]
@@ -119,8 +115,7 @@ class Estimate:
 class ModelPlan:
     """A model on ``meta`` with its optimizer and batch, and the settings of its run.
 
-    The arguments are those of :func:`estimate`, and ``kernels``: the device whose kernels decide
-    what activations are, if it is another one.
+    The arguments are those of :func:`estimate`.
 
     Attributes:
         module: The model on ``meta``.
@@ -141,7 +136,6 @@ class ModelPlan:
         batch: Any = None,
         step: Step | None = None,
         device: torch.device,
-        kernels: torch.device | None = None,
     ) -> None:
         settings = settings or Settings()
         self.has_units = not isinstance(model_or_numel, int)
@@ -150,17 +144,19 @@ class ModelPlan:
                 "tensor_parallel_size > 1 cuts a model that is known. Pass the model to"
                 " lightning_zero.estimate(), or remove it to estimate the whole model."
             )
-        precision, kernels = _SHORT.get(str(precision), precision), kernels or device
+        precision = _SHORT.get(str(precision), precision)
         if precision not in RECIPES:
             raise ValueError(
                 f"Expected a precision among {', '.join(map(repr, RECIPES))}, got {precision!r}."
             )
         if batch is not None:
-            _require_countable(self.has_units, settings, kernels)
+            _require_countable(self.has_units, settings)
         recompute, dtype = settings.activation_checkpointing, _TRUE_DTYPES.get(precision)
         if not isinstance(recompute, bool):
             recompute = tuple(recompute)
         self.precision, self.device = precision, device
+        present = torch.accelerator.current_accelerator(check_available=True)
+        kernels = device if present and device.type == present.type else torch.device("cpu")
         self.microbatch = Microbatch(batch, step, recompute, RECIPES[precision], dtype, kernels)
         if isinstance(model_or_numel, int):
             if model_or_numel < 1:
@@ -266,9 +262,9 @@ class ModelPlan:
         for snapshot in snapshots:
             most |= Counter(snapshot.kinds)
         return Estimate(
-            stage, world_size, self.precision, self.num_parameters, self.has_units,
-            self.has_activations, tuple(snapshots), {kind: most[kind] for kind in KINDS},
-            rests, self.nbytes, offload=offload, is_on_host=self.device.type == "cpu"
+            stage, world_size, self.precision, self.num_parameters, tuple(snapshots),
+            {kind: most[kind] for kind in KINDS}, rests, self.nbytes, offload=offload,
+            is_on_host=self.device.type == "cpu"
             and (offload is None or offload.is_mapped(self.device)),
         )  # fmt: skip
 
@@ -323,7 +319,7 @@ def _require_possible(stage: int, world_size: int, rank: int, offload: Offload |
         raise ValueError(f"Expected stage 1, 2 or 3 with offload, got stage=0 (DDP) and {offload}.")
 
 
-def _require_countable(has_units: bool, settings: Settings, kernels: torch.device) -> None:
+def _require_countable(has_units: bool, settings: Settings) -> None:
     """Raise a ``ValueError`` if activations cannot be counted."""
     if not has_units:
         raise ValueError(
@@ -332,12 +328,6 @@ def _require_countable(has_units: bool, settings: Settings, kernels: torch.devic
     if settings.activation_offload:
         raise ValueError(
             "Activations are not counted with activation_offload=True. Remove it, or `batch`."
-        )
-    present = torch.accelerator.current_accelerator(check_available=True)
-    if kernels.type not in ("cpu", present and present.type):
-        raise ValueError(
-            f"Activations on {kernels.type!r} are counted only where torch finds such a device,"
-            " because its kernels decide what they keep. Remove `batch`, or pass device='cpu'."
         )
 
 
@@ -386,7 +376,8 @@ def estimate(
             module's own outputs.
         accumulate_grad_batches: As in the Trainer.
         rank: The rank to estimate. Ranks differ in padding.
-        device: Where the model will run: ``"cpu"``, or an accelerator such as ``"cuda"``.
+        device: Where the model will run: ``"cpu"``, or an accelerator such as ``"cuda"``. Where
+            torch finds no such device, activations are those of CPU kernels.
     """
     settings = getattr(strategy, "settings", strategy)
     if isinstance(strategy, str):

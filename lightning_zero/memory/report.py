@@ -108,13 +108,13 @@ def write_report(
 ) -> list[Path]:
     """Write ``memory.json`` and, if matplotlib is installed, a plot; return what was written.
 
-    The plot shows a step of the last estimate with units, and a device's ``limit`` as a line.
+    The plot shows a step of the last estimate that has one, and a device's ``limit`` as a line.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts = [_facts_of(found) for found in estimates]
     written = [folder / "memory.json"]
     written[0].write_text(json.dumps(facts, indent=1) + "\n")
-    shown = [found for found in estimates if found.has_units]
+    shown = [found for found in estimates if len(found.snapshots) > 1]
     with contextlib.suppress(ImportError):
         from matplotlib.figure import Figure
 

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_zero.memory.dry_run import first_line
 from lightning_zero.memory.walk import StateOf
 from lightning_zero.optimizer import (
-    StateBytes,
     Way,
     members,
     owners_of,
@@ -64,8 +63,8 @@ class OptimizerStates:
         def nbytes(parameter: Parameter, numel: int) -> int:
             if id(parameter) not in states or not parameter.requires_grad:
                 return 0
-            size, whole = states[id(parameter)]
-            return size.of(numel if whole is None else whole * (id(parameter) in here))
+            bytes_of, whole = states[id(parameter)]
+            return bytes_of(numel if whole is None else whole * (id(parameter) in here))
 
         return nbytes
 
@@ -110,10 +109,10 @@ class OptimizerStates:
                 )
 
     @cached_property
-    def _states(self) -> dict[int, tuple[StateBytes, int | None]]:
+    def _states(self) -> dict[int, tuple[Callable[[int], int], int | None]]:
         """The size of each parameter's state, with its elements if it is stepped whole."""
-        found: dict[int, tuple[StateBytes, int | None]] = {}
-        known: dict[Any, StateBytes] = {}
+        found: dict[int, tuple[Callable[[int], int], int | None]] = {}
+        known: dict[Any, Callable[[int], int]] = {}
         for optimizer, way, held in self._held:
             rest = iter(held)
             for group in optimizer.param_groups:

@@ -32,7 +32,7 @@ from lightning_zero.optimizer.steppers import (
     members,
     stepper_of,
 )
-from lightning_zero.optimizer.toys import StateBytes, state_bytes
+from lightning_zero.optimizer.toys import state_bytes
 from lightning_zero.optimizer.unit_step import RoundedStep, UnitStep
 from lightning_zero.optimizer.watch import verdict_of
 from lightning_zero.optimizer.whole_step import owners_of

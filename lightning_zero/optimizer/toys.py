@@ -8,10 +8,10 @@ import gc
 import io
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -194,24 +194,15 @@ def _toy_entry(parameter: Tensor, toy: Tensor, name: str, value: Any) -> Any:
 # -- sizes of states -------------------------------------------------------------------------------
 
 
-class StateBytes(NamedTuple):
-    """Bytes of an optimizer's state, per element of a parameter and per parameter."""
-
-    per_element: int
-    per_parameter: int
-
-    def of(self, numel: int) -> int:
-        """Return the bytes for a piece of ``numel`` elements; empty ones are never stepped."""
-        return self.per_element * numel + self.per_parameter if numel else 0
-
-
 def state_bytes(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     dtype: torch.dtype,
     whole: Sequence[int] | None = None,
-) -> StateBytes:
-    """Return the size of a parameter's state by stepping a toy, of its shape if stepped whole.
+) -> Callable[[int], int]:
+    """Return what returns the bytes of the state of so many elements of a parameter.
+
+    They are those of a toy that is stepped, of its shape if it is stepped whole.
 
     Raises:
         ValueError: Only the optimizer's real steps can tell.
@@ -240,7 +231,8 @@ def state_bytes(
         else:
             numel = math.prod(full.get(length, length) for length in value.shape)
             per_parameter += bytes_held(value) * numel // max(value.numel(), 1)
-    return StateBytes(per_element, per_parameter)
+    # Empty pieces are never stepped.
+    return lambda numel: per_element * numel + per_parameter if numel else 0
 
 
 def _tensors_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:

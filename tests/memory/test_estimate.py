@@ -78,10 +78,6 @@ def test_gradients_of_ddp_live_as_long_as_they_are_shown() -> None:
         ({"optimizer": "lbfgs"}, "The size of LBFGS's state cannot be predicted"),
         ({"rank": 2, "world_size": 2}, "Expected a rank from 0 to 1, got 2."),
         (
-            {"device": "cuda", "batch": torch.zeros(1)},
-            "Activations on 'cuda' are counted only where torch finds such a device",
-        ),
-        (
             {"strategy": Settings(activation_offload=True), "batch": torch.zeros(1)},
             "Activations are not counted with activation_offload=True. Remove it",
         ),
