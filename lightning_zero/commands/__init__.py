@@ -16,12 +16,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lightning_zero.commands.checkpoints import convert, damage, describe
-
-__all__ = ["convert", "damage", "describe", "main"]
+from typing import Any
 
 _DESCRIPTION = """\
 Memory estimates and checkpoint tools for lightning_zero, which trains PyTorch Lightning
@@ -62,7 +57,9 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        code = int(_of(f"run_{arguments.command}")(arguments))
+        name = "estimate" if arguments.command == "estimate" else "checkpoints"
+        module = importlib.import_module(f"lightning_zero.commands.{name}")
+        code = int(getattr(module, f"run_{arguments.command}")(arguments))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # as in `lightning-zero inspect file | head`
@@ -71,17 +68,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"lightning-zero: {error}", file=sys.stderr)
         return 1
-
-
-def _of(name: str) -> Any:
-    module = "estimate" if name.endswith("_estimate") else "checkpoints"
-    return getattr(importlib.import_module(f"lightning_zero.commands.{module}"), name)
-
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return _of(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _versions() -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -27,7 +28,6 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.comm import Control, agreed
 from lightning_zero.engine import Engine
-from lightning_zero.fabric import internals
 from lightning_zero.optimizer import members, parameter_of
 from lightning_zero.plan import Settings
 
@@ -70,7 +70,7 @@ class Checkpoints:
     def save(
         self,
         checkpoint: Any,
-        path: internals.StoredPath,
+        path: str | Path,
         precision: str,
         plugin: CheckpointIO | None = None,
         storage_options: Any = None,
@@ -98,9 +98,7 @@ class Checkpoints:
 
     # -- loading ---------------------------------------------------------------------------------
 
-    def load(
-        self, path: internals.StoredPath, plugin: CheckpointIO, weights_only: bool | None
-    ) -> Any:
+    def load(self, path: str | Path, plugin: CheckpointIO, weights_only: bool | None) -> Any:
         """Return a checkpoint, whose tensors are mapped to memory; a collective.
 
         The user's ``plugin`` loads by itself.

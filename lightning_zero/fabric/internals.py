@@ -24,7 +24,7 @@ from lightning.fabric.utilities.device_dtype_mixin import (
     _update_properties,
 )
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.fabric.utilities.types import _PATH, _Stateful
+from lightning.fabric.utilities.types import _Stateful
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -35,8 +35,6 @@ StrategyRegistry = _StrategyRegistry
 """The type in the signature of ``Strategy.register_strategies``."""
 BackwardSyncControl = _BackwardSyncControl
 """The base class of what ``fabric.no_backward_sync`` asks for."""
-StoredPath = _PATH
-"""The type in the signatures of ``Strategy.save_checkpoint`` and others."""
 Stateful = _Stateful
 """The protocol of objects whose ``state_dict`` Fabric saves."""
 apply_filter = _apply_filter

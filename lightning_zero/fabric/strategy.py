@@ -283,7 +283,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
     @override
     def save_checkpoint(
         self,
-        path: internals.StoredPath,
+        path: str | Path,
         state: dict[str, Any],
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -319,7 +319,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
     @override
     def load_checkpoint(
         self,
-        path: internals.StoredPath,
+        path: str | Path,
         state: Any = None,
         strict: bool = True,
         weights_only: bool | None = None,

@@ -18,14 +18,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch.optim import Optimizer
 
 VERSION = pl.__version__
-StoredPath = _PATH
-"""The type in the signatures of ``Strategy.save_checkpoint`` and others."""
 SubprocessLauncher = _SubprocessScriptLauncher
 """Starts the other ranks; nothing public runs before it does."""
 optimizer_to_device = _optimizer_to_device

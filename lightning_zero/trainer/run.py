@@ -107,7 +107,7 @@ def facts_of(trainer: pl.Trainer, precision: ZeROPrecision) -> dict[str, dict[st
             **{name: getattr(trainer, name) for name in names},
             "accumulation schedules": [
                 callback.scheduling
-                for callback in callbacks_of(trainer)
+                for callback in trainer.callbacks  # type: ignore[attr-defined]
                 if isinstance(callback, GradientAccumulationScheduler)
             ],
         },
@@ -115,11 +115,6 @@ def facts_of(trainer: pl.Trainer, precision: ZeROPrecision) -> dict[str, dict[st
     if precision.scaler is not None:
         facts["The loss scaler"] = precision.scaler.state_dict()
     return facts
-
-
-def callbacks_of(trainer: pl.Trainer) -> list[Any]:
-    """Return the Trainer's callbacks, an attribute that its type lacks."""
-    return trainer.callbacks  # type: ignore[attr-defined, no-any-return]
 
 
 # -- callbacks and loggers that need more than to read and write weights ---------------------------
@@ -146,7 +141,7 @@ def adapt_callbacks(trainer: pl.Trainer, load_average: Callable[..., Any], *, is
         ValueError: One averages weights that are cut.
     """
     replaced = Replacements()
-    for callback in callbacks_of(trainer):
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, _AVERAGING) and is_cut:
             raise ValueError(
                 f"{type(callback).__name__} averages whole weights, which no rank has with"

@@ -56,7 +56,7 @@ from lightning_zero.plan import (
     refuses_others,
 )
 from lightning_zero.trainer import deepspeed_config, internals
-from lightning_zero.trainer.internals import StoredPath, SubprocessLauncher, unwrapped
+from lightning_zero.trainer.internals import SubprocessLauncher, unwrapped
 from lightning_zero.trainer.precision import ZeROPrecision
 from lightning_zero.trainer.run import Run, SameLength, Signals, adapt_callbacks, facts_of
 
@@ -278,8 +278,16 @@ class ZeROStrategy(Sharding, DDPStrategy):
         is_blank = bool(run.pending) and forget_values(module)
         self.precision_plugin.convert_module(module)
         self.model_to_device()
-        self._shard(module, is_fitting=is_fitting)
-        assert self.engine is not None
+        self.engine = self._sharded(
+            module,
+            run.comm,
+            self.precision_plugin.recipe,
+            trainer.default_root_dir,
+            syncs_buffers=is_fitting,
+            facts=facts_of(trainer, self.precision_plugin),
+        )
+        self.precision_plugin.device = self.root_device.type
+        self.model = ShardedModule(module, self.engine)
         # A model that was never in memory may not fit there.
         offload = self.settings.offload
         reads_files = not is_fitting and offload is not None and offload.weights == "nvme"
@@ -292,19 +300,6 @@ class ZeROStrategy(Sharding, DDPStrategy):
             self.setup_optimizers(trainer)
         self._announce()
         self.setup_precision_plugin()
-
-    def _shard(self, module: pl.LightningModule, *, is_fitting: bool) -> None:
-        """Make the run's engine."""
-        self.engine = self._sharded(
-            module,
-            self._current.comm,
-            self.precision_plugin.recipe,
-            module.trainer.default_root_dir,
-            syncs_buffers=is_fitting,
-            facts=facts_of(module.trainer, self.precision_plugin),
-        )
-        self.precision_plugin.device = self.root_device.type
-        self.model = ShardedModule(module, self.engine)
 
     @override
     def model_to_device(self) -> None:
@@ -472,7 +467,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
 
     @override
     def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: StoredPath, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._run is None:  # an ordinary module, before the ranks are connected
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -500,7 +495,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
         )
 
     @override
-    def remove_checkpoint(self, filepath: StoredPath) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         if self._writes_files and self._run is not None:
             self._checkpoints.saver.remove(str(filepath))
         elif self.is_global_zero:
@@ -525,7 +520,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
 
     @override
     def load_checkpoint(
-        self, checkpoint_path: StoredPath, weights_only: bool | None = None
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if self._run is None:
             # Lightning 2.5 neither has nor passes this argument.

@@ -31,7 +31,7 @@ from lightning_zero.checkpoint import (
     read_weights,
 )
 from lightning_zero.comm import Control
-from lightning_zero.commands import convert, describe
+from lightning_zero.commands.checkpoints import convert, describe
 from tests.oracle.by_trainer import Everything, Rows, assert_close, elements
 from tests.oracle.checkpoints import (
     CPU,

@@ -33,7 +33,7 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.checkpoint.files import this_host
 from lightning_zero.comm import Control, SyncPoint
-from lightning_zero.commands import convert, damage, describe
+from lightning_zero.commands.checkpoints import convert, damage, describe
 from tests.oracle.by_trainer import Everything, Model, Rows, Run, brief, model
 from tests.oracle.checkpoints import (
     PROVENANCE,

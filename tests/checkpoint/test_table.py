@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoin
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_zero import ZeROStrategy
-from lightning_zero.commands import convert
+from lightning_zero.commands.checkpoints import convert
 from tests.oracle import by_trainer
 from tests.oracle.by_trainer import (
     MIXING,

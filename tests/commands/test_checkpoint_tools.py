@@ -15,7 +15,8 @@ from lightning_zero import load_weights
 from lightning_zero.checkpoint import load, read_safetensors, write_safetensors
 from lightning_zero.checkpoint.safetensors import INDEX
 from lightning_zero.comm import Control
-from lightning_zero.commands import convert, damage, describe, main
+from lightning_zero.commands import main
+from lightning_zero.commands.checkpoints import convert, damage, describe
 from lightning_zero.engine import Engine
 from lightning_zero.plan import Settings
 from tests.oracle.checkpoints import same
