@@ -259,7 +259,7 @@ class Steps:
             stepping.engine.close(restore=False)
 
     def report(self, found: dict[str, list[float]]) -> None:
-        times = self._in["in files"].engine.comm.step_times
+        times = self._in["in files"].engine.comm.transport.ledger.last_times
         share = times.bytes_read / self._disk.nbytes
         disk = [share * seconds for seconds in found["disk reads and writes"]]
         for name in (f"step {STATES_ALONE}", "step in files"):

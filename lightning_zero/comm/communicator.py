@@ -19,7 +19,7 @@ from lightning_zero.comm.mesh import Axis, Mesh
 from lightning_zero.comm.process_groups import backend_for, default_world_size
 from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.tensor_parallel import DATA, TENSOR, device_mesh
-from lightning_zero.comm.traffic import StepTimes, Traffic
+from lightning_zero.comm.traffic import Traffic
 from lightning_zero.comm.transport import Collectives, Transport
 from lightning_zero.tensors import HostCopies, require_abilities
 
@@ -113,11 +113,6 @@ class Communicator:
             for axis, traffic in of_axes.items()
             for (unit, verb), sent in traffic.items()
         }
-
-    @property
-    def step_times(self) -> StepTimes:
-        """The times of the last optimizer step, if it was one with offload."""
-        return self.transport.ledger.last_times
 
     @property
     def is_in_first_copy(self) -> bool:

@@ -68,7 +68,7 @@ Counts = Counter[tuple[str, str, int, int]]
 
 
 class Ledger:
-    """Counts of what is sent, in total and per optimizer step, and the time of steps with offload.
+    """Counts of what is sent in each optimizer step, and the time of steps with offload.
 
     Elements are the least that any algorithm must send: a rank's share ``(N - 1) / N`` of a buffer
     over ``N`` ranks, padding included.
@@ -81,7 +81,7 @@ class Ledger:
 
     def __init__(self) -> None:
         # Only counts of collectives: totals are computed on demand.
-        self._before, self._last, self._now = Counts(), Counts(), Counts()
+        self._last, self._now = Counts(), Counts()
         self._spent: dict[str, float] = {}
         self.most_staged = 0
         self._end_of_last: float | None = None
@@ -101,7 +101,6 @@ class Ledger:
 
     def end_step(self) -> None:
         """End the count of a step and begin the next."""
-        self._before.update(self._last)
         self._last, self._now = self._now, Counts()
         begin, self._end_of_last = self._end_of_last, perf_counter()
         spent, self._spent = self._spent, {}
@@ -115,26 +114,17 @@ class Ledger:
             self.total_times = self.total_times.plus(self.last_times)
 
     @property
-    def total(self) -> Traffic:
-        """The traffic since the start."""
-        return _sums(self._before + self._last + self._now)
-
-    @property
     def last_step(self) -> Traffic:
         """The traffic between the ends of the last two optimizer steps."""
-        return _sums(self._last)
+        sums: dict[tuple[str, str], Sent] = {}
+        for (unit, verb, elements, itemsize), count in self._last.items():
+            sent = Sent(count * elements, count * elements * itemsize, count)
+            sums[unit, verb] = sums.get((unit, verb), Sent()).plus(sent)
+        return sums
 
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _sums(counts: Counts) -> Traffic:
-    sums: dict[tuple[str, str], Sent] = {}
-    for (unit, verb, elements, itemsize), count in counts.items():
-        sent = Sent(count * elements, count * elements * itemsize, count)
-        sums[unit, verb] = sums.get((unit, verb), Sent()).plus(sent)
-    return sums
 
 
 def sum_of(traffic: Traffic, verb: str | None = None) -> Sent:

@@ -398,7 +398,8 @@ class ZeROStrategy(Sharding, DDPStrategy):
     @property
     def step_times(self) -> StepTimes:
         """Times of the last optimizer step with offload, and the speed of its files."""
-        return self.engine.comm.step_times if self.engine is not None else StepTimes()
+        engine = self.engine
+        return StepTimes() if engine is None else engine.comm.transport.ledger.last_times
 
     # -- the ranks -------------------------------------------------------------------------------
 

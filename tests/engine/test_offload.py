@@ -103,7 +103,7 @@ def test_a_slow_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         clock.append(time.perf_counter())
         step(engine, optimizer)
-        found.append(engine.comm.step_times)
+        found.append(engine.comm.transport.ledger.last_times)
     first, *others = found
     assert first == StepTimes()  # it has read nothing, and no step's end came before
     for times, begin in zip(others, clock, strict=False):
