@@ -86,6 +86,8 @@ def copy_of(optimizer: Any, toys: Toys) -> Optimizer:
 
 
 def _check(optimizer: Optimizer) -> None:
+    if is_patched(type(optimizer)):  # its calls may be counted
+        raise CannotCopy("has a `step` that was replaced")
     ids = {id(parameter_of(member)) for member in held_by(optimizer)}
     for one in held_by_attributes(optimizer):
         if isinstance(one, Optimizer):
@@ -238,8 +240,6 @@ def state_bytes(
 def _tensors_of(optimizer: Optimizer, group: Mapping[str, Any], toy: Parameter) -> list[Tensor]:
     """Return the tensors in the state of ``toy`` after two steps of a copy in the group."""
     original = bare(optimizer)
-    if is_patched(type(original)):  # its calls may be counted
-        raise CannotCopy(f"{type(original).__name__} has a `step` that was replaced")
     number = next(n for n, other in enumerate(original.param_groups) if other is group)
     with stepper_of(original).holding_parts():
         stands_for = next(iter(original.param_groups[number]["params"]), toy)

@@ -138,8 +138,6 @@ def reason_against_elements(optimizer: Optimizer, master_of: MasterOf) -> tuple[
         The reason, empty if it steps by element, and whether the optimizer touches nothing before
         it calls its closure.
     """
-    if is_patched(type(optimizer)):
-        return "has a `step` that was replaced", False
     if type(optimizer).state_dict is not Optimizer.state_dict:
         return "has a state_dict of its own", False
     try:

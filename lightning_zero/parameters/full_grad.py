@@ -94,9 +94,9 @@ class FullGrad(Tensor):
             one = args[0]
             return FullGrad(one.gradients, one.place, one.part, one.device)
         if name == "linalg_vector_norm" and _is_of_all(args):
-            return _norm_of_each(args[:1], _order(args, kwargs), kwargs.get("dtype"))[0]
+            return _norm_of_each(args[:1], args, kwargs)[0]
         if name == "_foreach_norm":
-            return _norm_of_each(args[0], _order(args, kwargs), kwargs.get("dtype"))
+            return _norm_of_each(args[0], args, kwargs)
         if func is _UNSCALE:
             return _unscale(*args)
         targets = args[0] if func._schema.is_mutable else ()
@@ -206,9 +206,10 @@ def norms_of(
 
 
 def _norm_of_each(
-    tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
+    tensors: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Tensor]:
     """Return the norms of sharded gradients, in one message, and of others, in the given order."""
+    order, dtype = float(args[1] if len(args) > 1 else kwargs.get("ord", 2)), kwargs.get("dtype")
     sharded = [one for one in tensors if isinstance(one, FullGrad)]
     for one in sharded:
         one.gradients.settle(one.place)
@@ -221,10 +222,6 @@ def _norm_of_each(
         else torch.linalg.vector_norm(one, order, dtype=dtype)
         for one in tensors
     ]
-
-
-def _order(args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
 
 
 def _is_of_all(args: Sequence[Any]) -> bool:

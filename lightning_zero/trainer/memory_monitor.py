@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,13 +63,13 @@ class MemoryMonitor(Callback):
         self.report = None if report is None else Path(report)
         self.measured: dict[str, dict[str, int]] = {}
         self.times = StepTimes()
-        self._most = _zeros()
+        self._most: defaultdict[str, Counter[str]] = defaultdict(Counter)
 
     # -- the points ------------------------------------------------------------------------------
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._most = _zeros()
+        self._most.clear()
         self.times = StepTimes()
         self._look("setup", trainer)
 
@@ -102,16 +103,15 @@ class MemoryMonitor(Callback):
             ledger = trainer.strategy.engine.comm.transport.ledger
             # Freed by now: take the maximum.
             held[_STAGING], self.times = ledger.most_staged, ledger.total_times
-        most = self._most[POINTS.index(point)]
-        torch.maximum(most, torch.tensor([held.get(kind, 0) for kind in _ROWS]), out=most)
+        self._most[point] |= Counter(held)
 
     # -- what is shown ---------------------------------------------------------------------------
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        # On the device only to be reduced: each copy there would wait for the device.
-        most = strategy.reduce(self._most.to(strategy.root_device, copy=True), reduce_op="max")
+        own = [[self._most[point][kind] for kind in _ROWS] for point in POINTS]
+        most = strategy.reduce(torch.tensor(own, device=strategy.root_device), reduce_op="max")
         self.measured = {
             point: dict(zip(_ROWS, row, strict=True))
             for point, row in zip(POINTS, most.tolist(), strict=True)
@@ -152,11 +152,6 @@ class MemoryMonitor(Callback):
         if self.times.seconds:
             lines.append(f"On this rank, {self.times.describe()}")
         return "\n".join(lines)
-
-
-def _zeros() -> Tensor:
-    """Return bytes ``[points, rows]``, as exact integers."""
-    return torch.zeros(len(POINTS), len(_ROWS), dtype=torch.int64)
 
 
 def held_by(trainer: pl.Trainer) -> dict[str, int]:
