@@ -28,7 +28,8 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.comm import Control, agreed
 from lightning_zero.engine import Engine
-from lightning_zero.optimizer import members, parameter_of
+from lightning_zero.fabric.precision import stepped_by
+from lightning_zero.optimizer import parameter_of
 from lightning_zero.plan import Settings
 
 
@@ -51,18 +52,9 @@ class Checkpoints:
 
     # -- saving ----------------------------------------------------------------------------------
 
-    def engines_of(self, optimizer: Optimizer) -> list[Engine]:
-        """Return the engines of an optimizer's parameters; empty if none shards them."""
-        parameters = [parameter_of(member) for member in members(optimizer)]
-        return [
-            engine
-            for engine in self._engines()
-            if any(engine.sharded.piece(parameter) is not None for parameter in parameters)
-        ]
-
     def optimizer_state(self, optimizer: Optimizer, label: str) -> dict[str, Any]:
         """Return the whole state of an optimizer, with sharded values; a collective."""
-        engines = self.engines_of(optimizer) or self._engines()
+        engines = stepped_by(optimizer) or self._engines()
         for engine in engines:
             engine.require_whole()
         return optimizer_state(optimizer, engines[0], label)
@@ -134,7 +126,7 @@ class Checkpoints:
     def load_optimizers(self, pairs: Iterable[tuple[Optimizer, Any]]) -> None:
         """Load states that :meth:`prepared` has returned; a collective."""
         for optimizer, state in pairs:
-            load_optimizer_state(optimizer, state, *(self.engines_of(optimizer) or self._engines()))
+            load_optimizer_state(optimizer, state, *(stepped_by(optimizer) or self._engines()))
 
     def names_of(self, optimizer: Optimizer) -> list[list[list[str]]]:
         """Return all names of each parameter, by the optimizer's groups."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self, override
 
 from lightning_zero.comm import Communicator
-from lightning_zero.engine import engines_of, piece_among
+from lightning_zero.engine import Engine, engines_of, piece_among
 from lightning_zero.optimizer import clip, members, parameter_of
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import RECIPES, Recipe
@@ -224,10 +224,14 @@ class OptimizerGrads(NamedTuple):
     comm: Communicator | None
 
 
+def stepped_by(optimizer: Optimizer) -> list[Engine]:
+    """Return the engines whose parameters an optimizer steps."""
+    return [engine for engine, _ in engines_of(map(parameter_of, members(optimizer)))]
+
+
 def grads_of(optimizer: Optimizer) -> OptimizerGrads:
     """Return the gradients that an optimizer steps."""
-    parameters = map(parameter_of, members(optimizer))
-    engines = [engine for engine, _ in engines_of(parameters)]
+    engines = stepped_by(optimizer)
     held = members(optimizer, piece_among(engines))
     return OptimizerGrads(
         [one for one in held if isinstance(one, Piece)],

@@ -27,7 +27,7 @@ from lightning_zero.comm import Control
 from lightning_zero.engine import Engine, piece_among
 from lightning_zero.fabric import internals
 from lightning_zero.fabric.checkpointing import Checkpoints, writes_files
-from lightning_zero.fabric.precision import FabricPrecision, grads_of
+from lightning_zero.fabric.precision import FabricPrecision, grads_of, stepped_by
 from lightning_zero.fabric.sharding import ShardedModule, Sharding, init_device
 from lightning_zero.memory import explained_memory, summary
 from lightning_zero.optimizer import clip, members, parameter_of
@@ -198,7 +198,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
         """
         for group in optimizer.param_groups:
             group["params"] = [local_of(parameter) for parameter in group["params"]]
-        engines = self._checkpoints.engines_of(optimizer)
+        engines = stepped_by(optimizer)
         held = [piece_among(engines)(parameter_of(member)) for member in members(optimizer)]
         if self.device_mesh is not None and None in held:
             raise ValueError(
@@ -305,7 +305,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
     def _state_of(self, key: str, value: Any) -> Any:
         if isinstance(value, ShardedModule):
             return module_state(value.module, value.engine)
-        if isinstance(value, Optimizer) and self._checkpoints.engines_of(value):
+        if isinstance(value, Optimizer) and stepped_by(value):
             return self._checkpoints.optimizer_state(value, key)
         return value.state_dict() if isinstance(value, internals.Stateful) else value
 
@@ -351,7 +351,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
         optimizers = {
             key: objects[key]
             for key in saved
-            if isinstance(objects[key], Optimizer) and self._checkpoints.engines_of(objects[key])
+            if isinstance(objects[key], Optimizer) and stepped_by(objects[key])
         }
         states, names = [saved[key] for key in optimizers], [*map(repr, optimizers)]
         prepared = self._checkpoints.prepared([*optimizers.values()], states, names)
