@@ -191,8 +191,7 @@ class Engine:
         for engine in engines:
             engine.sharded.optimizers.append(optimizer)
         self._step.handles += hooks.handles
-        name = type(optimizer).__name__
-        self.steps.append(hooks.notice or f"{name}: element-wise, sharded")
+        self.steps.append(hooks.notice)
 
     def _by_unit(self, optimizer: Optimizer, engines: Sequence[Engine]) -> UnitStep | None:
         """Return what steps an optimizer where masters and states rest, if that is elsewhere."""

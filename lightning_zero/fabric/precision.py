@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from lightning.fabric.plugins.precision import (
@@ -212,29 +212,18 @@ class FabricPrecision(ShardedPrecision):
         return None if found_inf else optimizer.step(**kwargs)
 
 
-class OptimizerGrads(NamedTuple):
-    """The gradients that an optimizer steps.
-
-    ``others`` are those of its parameters of no module; ``comm`` are the ranks, ``None`` if nothing
-    is sharded.
-    """
-
-    pieces: list[Piece]
-    others: list[Tensor]
-    comm: Communicator | None
-
-
 def stepped_by(optimizer: Optimizer) -> list[Engine]:
     """Return the engines whose parameters an optimizer steps."""
     return [engine for engine, _ in engines_of(map(parameter_of, members(optimizer)))]
 
 
-def grads_of(optimizer: Optimizer) -> OptimizerGrads:
-    """Return the gradients that an optimizer steps."""
+def grads_of(optimizer: Optimizer) -> tuple[list[Piece], list[Tensor], Communicator | None]:
+    """Return the pieces that an optimizer steps, gradients of its other parameters, and the ranks.
+
+    There are no ranks if nothing is sharded.
+    """
     engines = stepped_by(optimizer)
     held = members(optimizer, piece_among(engines))
-    return OptimizerGrads(
-        [one for one in held if isinstance(one, Piece)],
-        [p.grad for p in held if not isinstance(p, Piece) and p.grad is not None],
-        engines[0].comm if engines else None,
-    )
+    pieces = [one for one in held if isinstance(one, Piece)]
+    others = [p.grad for p in held if not isinstance(p, Piece) and p.grad is not None]
+    return pieces, others, engines[0].comm if engines else None

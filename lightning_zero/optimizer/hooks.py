@@ -122,8 +122,8 @@ class OptimizerHooks:
         return slowest(control.gather_objects(found))
 
     @property
-    def notice(self) -> str | None:
-        """A line on how the optimizer is stepped; ``None`` if by element and all in one call."""
+    def notice(self) -> str:
+        """A line on how the optimizer is stepped."""
         return self._stepper.describe(self.verdict.reason)
 
     @runs_outside

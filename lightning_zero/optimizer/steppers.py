@@ -256,9 +256,9 @@ class Stepper:
         """Clean up after a step that an exception ended; raise if it is torn."""
         self.remove()
 
-    def describe(self, reason: str) -> str | None:
-        """Return a line on how the optimizer is stepped, and the cost; ``None`` if as usual."""
-        return None
+    def describe(self, reason: str) -> str:
+        """Return a line on how the optimizer is stepped, and the cost."""
+        return f"{type(self.optimizer).__name__}: element-wise, sharded"
 
 
 _NAME = "_lightning_zero_stepper"

@@ -273,10 +273,9 @@ class UnitStep(Stepper):
 
     @override
     def describe(self, reason: str) -> str:
-        name = type(self.optimizer).__name__
         unset = " It is stepped with fused=True, as neither fused nor foreach is set."
         fused = unset if any(new for _, new in self._to_fuse()) else ""
-        return f"{name}: element-wise, sharded; its states rest in {self.place}.{fused}"
+        return f"{super().describe(reason)}; its states rest in {self.place}.{fused}"
 
 
 # -- stochastic rounding ---------------------------------------------------------------------------
