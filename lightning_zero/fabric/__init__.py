@@ -8,7 +8,7 @@ internals      every private name of Fabric in use
 """
 
 from lightning_zero.fabric.checkpointing import Checkpoints, writes_files
-from lightning_zero.fabric.internals import count_once, to_device_but_parameters
+from lightning_zero.fabric.internals import count_once
 from lightning_zero.fabric.precision import FabricPrecision, ShardedPrecision, grads_of
 from lightning_zero.fabric.sharding import ShardedModule, Sharding, init_device
 from lightning_zero.fabric.strategy import ZeROStrategy
@@ -23,6 +23,5 @@ __all__ = [
     "count_once",
     "grads_of",
     "init_device",
-    "to_device_but_parameters",
     "writes_files",
 ]

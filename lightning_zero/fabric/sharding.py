@@ -29,9 +29,10 @@ from lightning_zero.comm import (
 )
 from lightning_zero.engine import Engine, broadcast_buffers
 from lightning_zero.fabric import internals
+from lightning_zero.fabric.precision import ShardedPrecision
 from lightning_zero.memory import explained_memory
 from lightning_zero.parameters import make_local
-from lightning_zero.plan import START_METHODS, STRATEGIES, Recipe, Settings
+from lightning_zero.plan import START_METHODS, STRATEGIES, Settings
 
 
 class Sharding(ABC):
@@ -169,16 +170,18 @@ class Sharding(ABC):
         self: Any,
         module: nn.Module,
         comm: Communicator,
-        recipe: Recipe,
+        precision: ShardedPrecision,
         offload_path: str,
         *,
         syncs_buffers: bool = True,
         **more: Any,
     ) -> Engine:
-        """Shard a module whose tensors besides the parameters are on the device."""
+        """Shard a module; the engine moves its parameters, unit by unit."""
+        internals.to_device_but_parameters(module, self.root_device)
+        precision.device = self.root_device.type
         settings = dataclasses.replace(
             self.settings,
-            recipe=recipe,
+            recipe=precision.recipe,
             device=self.root_device,
             broadcast_buffers=self.settings.broadcast_buffers and syncs_buffers,
             offload_path=self.settings.offload_path or offload_path,

@@ -180,9 +180,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
         if self._parallelize_fn is not None:
             module = self._parallelize_fn(module, self.device_mesh)
         self._make_local(module)
-        internals.to_device_but_parameters(module, self.root_device)
-        self.precision.device = self.root_device.type
-        engine = self._sharded(module, comm, self.precision.recipe, str(Path.cwd()))
+        engine = self._sharded(module, comm, self.precision, str(Path.cwd()))
         self.engines.append(engine)
         if not self._awaits_optimizers:
             self._announce(engine)

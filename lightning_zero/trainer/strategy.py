@@ -42,7 +42,6 @@ from lightning_zero.fabric import (
     Sharding,
     count_once,
     init_device,
-    to_device_but_parameters,
     writes_files,
 )
 from lightning_zero.memory import explain, summary
@@ -277,16 +276,14 @@ class ZeROStrategy(Sharding, DDPStrategy):
         # loaded again.
         is_blank = bool(run.pending) and forget_values(module)
         self.precision_plugin.convert_module(module)
-        self.model_to_device()
         self.engine = self._sharded(
             module,
             run.comm,
-            self.precision_plugin.recipe,
+            self.precision_plugin,
             trainer.default_root_dir,
             syncs_buffers=is_fitting,
             facts=facts_of(trainer, self.precision_plugin),
         )
-        self.precision_plugin.device = self.root_device.type
         self.model = ShardedModule(module, self.engine)
         # A model that was never in memory may not fit there.
         offload = self.settings.offload
@@ -300,11 +297,6 @@ class ZeROStrategy(Sharding, DDPStrategy):
             self.setup_optimizers(trainer)
         self._announce()
         self.setup_precision_plugin()
-
-    @override
-    def model_to_device(self) -> None:
-        """Move all but the parameters, which the engine moves unit by unit."""
-        to_device_but_parameters(self._module, self.root_device)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
