@@ -84,8 +84,8 @@ class Removable(Protocol):
 
 def put_around(
     holder: Optimizer, name: str, function: Callable[..., Any], optimizer: Optimizer
-) -> list[Announced]:
-    """Put a function in the place of a method of an optimizer, or of one within it, if it has it.
+) -> Announced:
+    """Put a function in the place of a method of an optimizer, or of one within it.
 
     It is called with the optimizer and the replaced method: one that the user has put on the
     object, or that of its class as it is then. A wrapper may call it for itself.
@@ -95,10 +95,8 @@ def put_around(
         own = put.before if who is holder else None
         return function(optimizer, own or _method_of(who, name), *args, **kwargs)
 
-    if not callable(getattr(holder, name, None)):
-        return []
     put = Announced.put(holder, name, call, holder)
-    return [put]
+    return put
 
 
 def _method_of(who: Any, name: str) -> Callable[..., Any]:
