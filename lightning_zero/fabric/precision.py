@@ -74,18 +74,15 @@ class ShardedPrecision(Precision):
         Raises:
             TypeError: There is none.
         """
-        made: Self | None = None
         if isinstance(plugin, cls):
-            made = plugin
-        elif isinstance(plugin, cls.plugins[-1]):
+            return plugin
+        if isinstance(plugin, cls.plugins[-1]):
             scaler, module = plugin.scaler, torch.get_device_module(plugin.device)
             # Lightning makes CUDA's for every accelerator, and torch disables it without CUDA.
             is_default = scaler is not None and not (scaler.is_enabled() or module.is_available())
-            made = cls(plugin.precision, None if is_default else scaler, plugin.device)
-        elif type(plugin) in cls.plugins:
-            made = cls(plugin.precision)
-        if made is not None:
-            return made
+            return cls(plugin.precision, None if is_default else scaler, plugin.device)
+        if type(plugin) in cls.plugins:
+            return cls(plugin.precision)
         raise TypeError(
             f"ZeROStrategy does not support the precision plugin {type(plugin).__name__}. Use"
             f" {cls.runner}(precision=...) with one of {', '.join(map(repr, RECIPES))}."
