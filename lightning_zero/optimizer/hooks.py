@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm import Communicator, agreed
 from lightning_zero.optimizer.attached import METHODS, Removable, put_around, with_inner
 from lightning_zero.optimizer.known import Way
-from lightning_zero.optimizer.pieces import FindPiece, held_by
+from lightning_zero.optimizer.pieces import FindPiece, held_by, is_whole_state
 from lightning_zero.optimizer.steppers import Stepper, pieces_of_groups, stepper_of, take_over
 from lightning_zero.optimizer.unit_step import UnitStep
 from lightning_zero.optimizer.watch import Verdict, slowest, verdict_of
@@ -246,9 +246,17 @@ class OptimizerHooks:
         """Load states, whole ones as from DDP or this rank's parts, and keep this rank's parts."""
         with self._stepper.holding_parts():
             method(*args, **kwargs)
-            if self.verdict.way is not Way.ALL_AT_ONCE:
-                member = self._stepper.member
-                self._stepper.take_states({piece: member(piece) for piece in self._pieces})
+            if self.verdict.way is Way.ALL_AT_ONCE:
+                return
+            members = {piece: self._stepper.member(piece) for piece in self._pieces}
+            is_whole = self._stepper.is_whole
+            self._stepper.take_states(
+                {
+                    piece: member
+                    for piece, member in members.items()
+                    if is_whole or is_whole_state(optimizer.state.get(member), piece)
+                }
+            )
 
     def _of_whole(
         self, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **kwargs: Any

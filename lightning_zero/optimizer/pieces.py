@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import keystr, tree_map_with_path
+from torch.utils._pytree import keystr, tree_leaves, tree_map_with_path
 
 from lightning_zero.parameters import Piece
 from lightning_zero.plan import Slot
@@ -67,6 +67,17 @@ def cut_state(state: Mapping[str, Any], piece: Piece) -> dict[str, Any]:
         return range_.part_of(value).to(device) if is_cut else value
 
     return with_entries(state, part_of)
+
+
+def is_whole_state(state: Any, piece: Piece) -> bool:
+    """Return whether a state is that of a whole parameter, of which ``piece`` has a part."""
+    if piece.shape == piece.range.slot.shape or not isinstance(state, Mapping):
+        return False
+    return any(
+        is_of_elements(key, leaf, piece.range.slot)
+        for key, value in state.items()
+        for leaf in tree_leaves(value)
+    )
 
 
 def owned(state: Any) -> Any:
