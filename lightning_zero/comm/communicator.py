@@ -6,7 +6,6 @@ Only this folder knows one backend from another.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -21,7 +20,7 @@ from lightning_zero.comm.shared_memory import SharedMemory
 from lightning_zero.comm.tensor_parallel import DATA, TENSOR, device_mesh
 from lightning_zero.comm.traffic import Traffic
 from lightning_zero.comm.transport import Collectives, Transport
-from lightning_zero.tensors import HostCopies, require_abilities
+from lightning_zero.tensors import HostCopies
 
 
 class Communicator:
@@ -36,6 +35,7 @@ class Communicator:
     Attributes:
         device: As given.
         num_changes: How often masters may have changed: it grows with :meth:`note_change`.
+        host_copies: The copies between the device and its host.
         control: The control plane of all ranks.
         mesh: The ranks along their axes.
         transports: The transport along each axis: the shard axis, and others of several ranks.
@@ -66,7 +66,7 @@ class Communicator:
                 f" is {dist.get_backend()!r}, which can only send host memory. Use the device's own"
                 " backend: ZeROStrategy(process_group_backend='nccl')."
             )
-        require_abilities(device)
+        self.host_copies = HostCopies(device)
         self.control = Control()
         sizes = num_shards, tensor_size
         for asked in map(set, zip(*self.control.gather_objects(sizes), strict=True)):
@@ -144,11 +144,6 @@ class Communicator:
         if not self.is_in_first_copy:
             tensor.zero_()
         self.control.sum(tensor, place)
-
-    @functools.cached_property
-    def host_copies(self) -> HostCopies:
-        """The copies between the device and its host."""
-        return HostCopies(self.device)
 
     def fence(self, sync_point: SyncPoint) -> None:
         """Wait until every rank is here, if ranks read each other's memory."""

@@ -48,7 +48,6 @@ from lightning_zero.tensors.transfers import (
     Wait,
     Work,
     in_pages,
-    require_abilities,
     threads,
     wait_for,
 )

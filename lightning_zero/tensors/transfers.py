@@ -133,26 +133,6 @@ _MOST_GROUPS = 2
 """Groups of copies whose sources are kept: one is sent while the next one's are computed."""
 
 
-def require_abilities(device: torch.device) -> None:
-    """Check that a device has streams and events, and storages that can be freed and filled again.
-
-    Raises:
-        ValueError: It has not.
-    """
-    if device.type in _WITHOUT_STREAMS:
-        return
-    try:
-        event = torch.Stream(device).record_event()
-        torch.accelerator.current_stream(device).wait_event(event)
-        torch.empty(1, device=device).untyped_storage().resize_(0)
-    except RuntimeError as error:
-        raise ValueError(
-            "Torch finds no streams and events, or no storages that can be resized, for a device of"
-            f" type {device.type!r}. Train on the CPU, or on a device that `torch.accelerator`"
-            " supports."
-        ) from error
-
-
 class Upload:
     """A copy to the device and what follows it, begun at the latest when it is waited for.
 
@@ -199,19 +179,31 @@ class HostCopies:
     host has seen the copy's end, which a host far ahead does in the next step.)
 
     Args:
-        device: The device; if it is the host itself, copies are synchronous.
+        device: The device; the host itself has no streams, and needs no copies.
 
     Attributes:
         device: As given.
         has_streams: Whether the device does anything beside computation.
+
+    Raises:
+        ValueError: The device lacks streams, events, or storages that can be freed and filled.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.has_streams = device.type not in _WITHOUT_STREAMS
         if self.has_streams:
-            self._down_stream, self._up_stream = torch.Stream(device), torch.Stream(device)
-            self._reduce_stream = torch.Stream(device)
+            try:
+                self._down_stream, self._up_stream = torch.Stream(device), torch.Stream(device)
+                self._reduce_stream = torch.Stream(device)
+                torch.accelerator.current_stream(device).wait_event(self._up_stream.record_event())
+                torch.empty(1, device=device).untyped_storage().resize_(0)  # as weights' are
+            except RuntimeError as error:
+                raise ValueError(
+                    "Torch finds no streams and events, or no storages that can be resized, for a"
+                    f" device of type {device.type!r}. Train on the CPU, or on a device that"
+                    " `torch.accelerator` supports."
+                ) from error
         # End of the last copy that reads memory of the host's in place.
         self._up: torch.Event | None = None
         # What copies to the host still read, by group, the oldest first.
