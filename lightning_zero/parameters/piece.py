@@ -70,7 +70,3 @@ class Piece(Parameter):
     def whole_shape(self) -> tuple[int, ...]:
         """The parameter's shape, over all ranks that tensor parallelism cuts it over."""
         return whole_shape(self.parameter, self.range.slot.shape)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        shape, of = tuple(self.parameter.shape), self.range
-        return f"Piece [{of.start}:{of.stop}] of a parameter of shape {shape}, {self.dtype}"

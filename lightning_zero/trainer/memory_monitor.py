@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
+import mmap
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,14 +175,16 @@ def held_by(trainer: pl.Trainer) -> dict[str, int]:
 
 
 def allocated_on(device: torch.device) -> dict[str, int]:
-    """Return the figures of an accelerator's allocator, or else this process's resident memory.
+    """Return the figures of an accelerator's allocator, or else this process's resident bytes.
 
     Peaks are those since the last call and are reset here, so that an old spike does not show at
     every later point.
     """
     allocator = torch.get_device_module(device)
     if not hasattr(allocator, "memory_stats"):
-        return {"resident": _resident()}
+        pages = Path("/proc/self/statm")  # Linux has it
+        own = pages.read_text().split()[1] if pages.exists() else 0
+        return {"resident": int(own) * mmap.PAGESIZE}
     stats = allocator.memory_stats(device)
     allocator.reset_peak_memory_stats(device)
     reserved, peak = stats["reserved_bytes.all.peak"], stats["allocated_bytes.all.peak"]
@@ -193,13 +194,3 @@ def allocated_on(device: torch.device) -> dict[str, int]:
         "peak": peak,
         "fragmentation": reserved - peak,
     }
-
-
-def _resident() -> int:
-    """Return this process's resident bytes, or their peak if only that is known."""
-    pages = Path("/proc/self/statm")
-    if pages.exists():
-        return int(pages.read_text().split()[1]) * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
