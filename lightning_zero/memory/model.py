@@ -173,7 +173,7 @@ class ModelPlan:
         self._buffers = sum(map(bytes_held, whole_tensors(self.module)))
         self.nbytes = sum(parameter.nbytes for parameter in parameters) + self._buffers
         self._states = OptimizerStates(
-            optimizers_for(self.module, parameters, optimizer), choices=settings.optimizer_step
+            optimizers_for(self.module, parameters, optimizer), settings.optimizer_step
         )
         self._events: dict[bool, list[Event]] = {}
 

@@ -37,17 +37,14 @@ class OptimizerStates:
     Args:
         optimizers: The optimizers.
         choices: The setting ``optimizer_step``.
-        dtypes: The dtypes of the masters, by the ids of parameters that may have another.
     """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        *,
         choices: Mapping[str, str] = MappingProxyType({}),
-        dtypes: Mapping[int, torch.dtype] = MappingProxyType({}),
     ) -> None:
-        self._optimizers, self._choices, self._dtypes = list(optimizers), choices, dtypes
+        self._optimizers, self._choices = list(optimizers), choices
         self.names = list(dict.fromkeys(type(one).__name__ for one in optimizers))
 
     def of_rank(self, rank: int, num_shards: int) -> StateOf:
@@ -86,22 +83,22 @@ class OptimizerStates:
 
     @cached_property
     def _held(self) -> list[tuple[Optimizer, Way, list[Parameter]]]:
-        """Each optimizer with how it is stepped, and its parameters."""
+        """Each optimizer with how it is stepped, and its members: pieces in an engine."""
         ways = [
             stepper_of(one).way  # as an engine steps it already
             if stepper_of(one).pieces
             else verdict_of(one, choices=self._choices).way
             for one in self._optimizers
         ]
-        held = [list(map(parameter_of, members(optimizer))) for optimizer in self._optimizers]
-        return list(zip(self._optimizers, ways, held, strict=True))
+        return list(zip(self._optimizers, ways, map(members, self._optimizers), strict=True))
 
     def _stepped_whole(self, rank: int, num_shards: int) -> Iterator[Parameter]:
         """Yield the parameters that a rank steps whole."""
-        cut = next((cut for *_, held in self._held for cut in map(cut_of, held) if cut), None)
+        of_ways = [(way, list(map(parameter_of, held))) for _, way, held in self._held]
+        cut = next((cut for _, held in of_ways for cut in map(cut_of, held) if cut), None)
         if cut is not None:  # the ranks that have parts of the model
             rank, num_shards = rank * cut.size + cut.rank, num_shards * cut.size
-        for _, way, held in self._held:
+        for way, held in of_ways:
             if way is not Way.BY_ELEMENT:
                 owners = owners_of(way, [whole_shape(p, p.shape) for p in held], [0] * num_shards)
                 yield from (
@@ -117,12 +114,12 @@ class OptimizerStates:
             rest = iter(held)
             for group in optimizer.param_groups:
                 options = str({key: value for key, value in group.items() if key != "params"})
-                for own in itertools.islice(rest, len(group["params"])):
+                for member in itertools.islice(rest, len(group["params"])):
+                    own = parameter_of(member)
                     whole = None if way is Way.BY_ELEMENT else whole_shape(own, own.shape)
-                    dtype = self._dtypes.get(id(own)) or own.dtype
-                    key = type(optimizer), options, dtype, whole
+                    key = type(optimizer), options, member.dtype, whole
                     if key not in known:
-                        known[key] = state_bytes(optimizer, group, dtype, whole)
+                        known[key] = state_bytes(optimizer, group, member.dtype, whole)
                     found[id(own)] = known[key], None if whole is None else math.prod(whole)
         return found
 

@@ -93,8 +93,7 @@ def resting(engine: Engine, units: Iterable[UnitTerms]) -> Counter[str]:
 def terms_of(engine: Engine, *, counts_states: bool = True) -> list[UnitTerms]:
     """Return the terms of an engine's units; optimizers step toys for the bytes of states."""
     sharded, axis = engine.sharded, engine.comm.mesh.shard
-    dtypes = {id(p): flat.plan.master.dtype for flat in sharded.flats for p in flat.parameters}
-    states = OptimizerStates(sharded.optimizers if counts_states else [], dtypes=dtypes)
+    states = OptimizerStates(sharded.optimizers if counts_states else [])
     trains = bool(sharded.optimizers)
     with without_draws():
         state_of, found = states.of_rank(axis.rank, axis.size), []
