@@ -6,13 +6,12 @@ blocks are reserved when it is made, as a write to mapped memory without room on
 the process.
 
 A :class:`StagedFile` is also read and written in large requests by direct I/O (``O_DIRECT``). Where
-the file system refuses that, or the mapping does not show what it writes, requests go through the
-page cache.
+the file system refuses that, requests go through the page cache. In both cases the system keeps
+requests and the mapping consistent, as long as only one of them is in use at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -72,7 +71,6 @@ class StagedFile:
 
     Attributes:
         mapped: Its bytes, memory-mapped.
-        is_direct: Whether requests are direct I/O.
     """
 
     def __init__(self, scratch: Scratch, nbytes: int) -> None:
@@ -82,13 +80,12 @@ class StagedFile:
         path = f"/proc/self/fd/{self._file}"
         with lasting_tensors():
             self.mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        self.is_direct = False
-        with contextlib.suppress(OSError):
-            self._set_direct(True)
-            self.is_direct = True
-        if self.is_direct and not self._shows_in_mapping():
-            self._set_direct(False)
-            self.is_direct = False
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
+            self.read(0, StagingMemory(PAGE).part(0, PAGE))
+        except OSError:  # the file system refuses it, or has larger blocks
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
 
     def __del__(self) -> None:
         # The mapping stays valid.
@@ -130,27 +127,3 @@ class StagedFile:
                 error.errno,
                 f"{doing} {len(memory):,} bytes in {self._folder!r} failed: {error.strerror}",
             ) from error
-
-    def _set_direct(self, value: bool) -> None:
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-        flags = flags | os.O_DIRECT if value else flags & ~os.O_DIRECT
-        fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
-
-    def _shows_in_mapping(self) -> bool:
-        """Return whether requests and the mapping see each other's writes, as tried on a page."""
-        buffer = StagingMemory(PAGE)
-        first, view = self.mapped[:PAGE], buffer.part(0, PAGE)
-        try:
-            for value in (1, 0):
-                first.fill_(value + 2)
-                self.read(0, view)
-                seen = buffer.tensor.eq(value + 2).all()
-                buffer.tensor.fill_(value)
-                self.write(0, view)
-                if not (seen and first.eq(value).all()):
-                    return False
-        except OSError:
-            return False
-        finally:
-            first.zero_()
-        return True
