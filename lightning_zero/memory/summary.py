@@ -72,7 +72,9 @@ def _memory(engine: Engine, ranks_on_host: int) -> list[tuple[str, str]]:
     held = engine.sharded.memory()
     on_host = sum(held.values()) if device.type == "cpu" else 0
     on_host += sum(count for row, count in held.items() if row.startswith("host "))
-    of_host = _of_host(on_host, ranks_on_host)
+    of_host = ""
+    if (free := free_of_host()) is not None:  # of which each rank takes a share
+        of_host = f" ({format_bytes(free / ranks_on_host + on_host)} available)"
     rows = [("per rank", found + (of_host if device.type == "cpu" else of_device(device)))]
     if away["host"]:
         rows.append(("on its host", f"{format_bytes(away['host'])}{of_host}"))
@@ -175,12 +177,6 @@ def of_device(device: torch.device) -> str:
         return ""
     free, _ = module.mem_get_info(device)
     return f" ({format_bytes(free + module.memory_reserved(device))} available)"
-
-
-def _of_host(held: int, ranks: int) -> str:
-    """Return a rank's share of the memory that is free or ``held`` by the host's ``ranks``."""
-    free = free_of_host()
-    return "" if free is None else f" ({format_bytes(free / ranks + held)} available)"
 
 
 def free_of_host(root: Path = Path("/")) -> int | None:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_zero.comm import StepTimes
 from lightning_zero.memory import AWAY_ROWS, KINDS, format_ranks, table
 from lightning_zero.plan import whole_tensors
-from lightning_zero.tensors import bytes_held
+from lightning_zero.tensors import bytes_held, tensors_in
 from lightning_zero.trainer import internals
 from lightning_zero.trainer.strategy import ZeROStrategy
 
@@ -158,18 +158,12 @@ def held_by(trainer: pl.Trainer) -> dict[str, int]:
     if isinstance(trainer.strategy, ZeROStrategy):
         return trainer.strategy.memory()
     module = trainer.lightning_module
-    states = [
-        value
-        for optimizer in trainer.optimizers
-        for state in internals.unwrapped(optimizer).state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
+    states = [[*internals.unwrapped(one).state.values()] for one in trainer.optimizers]
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     return {
         "weights": sum(parameter.nbytes for parameter in module.parameters()),
         "gradients": sum(grad.nbytes for grad in grads),
-        "states": sum(value.nbytes for value in states),
+        "states": sum(value.nbytes for value in tensors_in(states)),
         "buffers": sum(map(bytes_held, whole_tensors(module))),
     }
 
