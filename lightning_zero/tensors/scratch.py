@@ -6,12 +6,13 @@ blocks are reserved when it is made, as a write to mapped memory without room on
 the process.
 
 A :class:`StagedFile` is also read and written in large requests by direct I/O (``O_DIRECT``). Where
-the file system refuses that, requests go through the page cache. In both cases the system keeps
-requests and the mapping consistent, as long as only one of them is in use at a time.
+the file system refuses that, or the mapping does not show what it writes, requests go through the
+page cache.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -80,11 +81,11 @@ class StagedFile:
         path = f"/proc/self/fd/{self._file}"
         with lasting_tensors():
             self.mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-        try:
+        flags, is_direct = fcntl.fcntl(self._file, fcntl.F_GETFL), False
+        with contextlib.suppress(OSError):  # the file system refuses it, or has larger blocks
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
-            self.read(0, StagingMemory(PAGE).part(0, PAGE))
-        except OSError:  # the file system refuses it, or has larger blocks
+            is_direct = self._shows_in_mapping()
+        if not is_direct:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
 
     def __del__(self) -> None:
@@ -127,3 +128,19 @@ class StagedFile:
                 error.errno,
                 f"{doing} {len(memory):,} bytes in {self._folder!r} failed: {error.strerror}",
             ) from error
+
+    def _shows_in_mapping(self) -> bool:
+        """Return whether requests and the mapping see each other's writes, as tried on a page.
+
+        Systems do not promise it for direct I/O.
+        """
+        buffer = StagingMemory(PAGE)
+        first, view = self.mapped[:PAGE], buffer.part(0, PAGE)
+        first.fill_(1)
+        self.read(0, view)
+        is_read = bool(buffer.tensor.all())
+        buffer.tensor.zero_()
+        self.write(0, view)
+        is_written = not first.any()
+        first.zero_()
+        return is_read and is_written
