@@ -110,15 +110,14 @@ def follow(wrapper: Any, optimizer: Optimizer) -> None:
 
     Also by those that the optimizer will have later.
     """
+    who = weakref.ref(wrapper)
+
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        put = vars(optimizer).get(name)
+        if isinstance(put, Announced):
+            return put.func(who(), *args, **kwargs)
+        return _method_of(who(), name)(*args, **kwargs)
+
     for name in METHODS:
         if callable(getattr(type(wrapper), name, None)):
-            Announced.put(wrapper, name, _call_through, weakref.ref(wrapper), optimizer, name)
-
-
-def _call_through(
-    wrapper: weakref.ref[Any], optimizer: Optimizer, name: str, *args: Any, **kwargs: Any
-) -> Any:
-    who, put = wrapper(), vars(optimizer).get(name)
-    if isinstance(put, Announced):
-        return put.func(who, *args, **kwargs)
-    return _method_of(who, name)(*args, **kwargs)
+            Announced.put(wrapper, name, call, name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from operator import is_
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -63,8 +62,8 @@ class OptimizerHooks:
         changed: Callable[[], None],
         before: Callable[[], None],
         after: Callable[[list[Piece]], None],
-        by_unit: UnitStep | None = None,
-        choices: Mapping[str, str] = MappingProxyType({}),
+        by_unit: UnitStep | None,
+        choices: Mapping[str, str],
     ) -> None:
         internals.accept_hooks(optimizer)
         self._find_piece = find_piece
