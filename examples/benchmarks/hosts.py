@@ -138,10 +138,10 @@ def _through_the_link() -> int:
 
 
 def _sent_to_others(engine: Engine, ranks_on_host: int) -> float:
-    """Return the bytes that this rank has sent to other hosts, by the ledger."""
+    """Return the bytes that this rank has sent to other hosts in a step, by the ledger."""
     total = 0.0
     for axis, transport in engine.comm.transports.items():
-        sent = sum_of(transport.ledger.total).bytes
+        sent = sum_of(transport.ledger.last_step).bytes
         peers = transport.size - 1
         # A copy on one host sends nothing to others; otherwise all peers get equally much.
         near = min(transport.size, ranks_on_host) - 1 if axis == "shard" else 0
@@ -157,7 +157,6 @@ def train(name: str, job: Job, ranks_on_host: int) -> dict[str, float]:
         run()
     run.rest()
     engine = run.contender.engine
-    sent = 0.0 if engine is None else _sent_to_others(engine, ranks_on_host)
     times, before, loss = [], _through_the_link(), torch.zeros(())
     for _ in range(job.steps):
         begin = time.perf_counter()
@@ -168,8 +167,7 @@ def train(name: str, job: Job, ranks_on_host: int) -> dict[str, float]:
     dist.barrier()
     found["through"] = (_through_the_link() - before) / job.steps
     if engine is not None:
-        sent = _sent_to_others(engine, ranks_on_host) - sent
-        found["ledger"] = ranks_on_host * sent / job.steps
+        found["ledger"] = ranks_on_host * _sent_to_others(engine, ranks_on_host)
         engine.close()
     return found
 

@@ -250,13 +250,18 @@ def ways(comms: dict[str, Communicator], values: Values) -> dict[str, Way]:
 
 def traffic(name: str, way: Way) -> dict[str, int | None]:
     """Return the elements that one untimed run sends, by our ledger and through sockets."""
-    noted = way.comm and sum_of(way.comm.transport.ledger.total).elements
+    ledger = way.comm and way.comm.transport.ledger
+    if ledger is not None:
+        ledger.end_step()
     bytes_before = machine.socket_bytes()
     way()
     # After the barrier everything has been received, and hence sent.
     settle(way.out.device)
     way.check(name)
-    sent = None if way.comm is None else sum_of(way.comm.transport.ledger.total).elements - noted
+    sent = None
+    if ledger is not None:
+        ledger.end_step()
+        sent = sum_of(ledger.last_step).elements
     itemsize = way.out.element_size()
     on_sockets = None
     if bytes_before is not None and dist.get_backend() == "gloo":
