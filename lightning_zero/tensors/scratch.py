@@ -81,12 +81,11 @@ class StagedFile:
         path = f"/proc/self/fd/{self._file}"
         with lasting_tensors():
             self.mapped = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        flags, is_direct = fcntl.fcntl(self._file, fcntl.F_GETFL), False
-        with contextlib.suppress(OSError):  # the file system refuses it, or has larger blocks
+        with contextlib.suppress(OSError):  # the file system refuses it
+            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
-            is_direct = self._shows_in_mapping()
-        if not is_direct:
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
+            if not self._shows_in_mapping():
+                fcntl.fcntl(self._file, fcntl.F_SETFL, flags)
 
     def __del__(self) -> None:
         # The mapping stays valid.
@@ -136,11 +135,14 @@ class StagedFile:
         """
         buffer = StagingMemory(PAGE)
         first, view = self.mapped[:PAGE], buffer.part(0, PAGE)
-        first.fill_(1)
-        self.read(0, view)
-        is_read = bool(buffer.tensor.all())
-        buffer.tensor.zero_()
-        self.write(0, view)
-        is_written = not first.any()
-        first.zero_()
-        return is_read and is_written
+        try:
+            first.fill_(1)
+            self.read(0, view)
+            is_read = bool(buffer.tensor.all())
+            buffer.tensor.zero_()
+            self.write(0, view)
+            return is_read and not first.any()
+        except OSError:  # it has larger blocks
+            return False
+        finally:
+            first.zero_()
