@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -340,8 +338,8 @@ class Watch(TorchDispatchMode):
         self.has_touched = False
 
     def refuse(self, what: str) -> None:
-        """Raise a ``RuntimeError``, which names the optimizer's line if it has a file."""
-        self.found = self.found or what + _calling_line()
+        """Raise a ``RuntimeError``."""
+        self.found = self.found or what
         raise RuntimeError(self.found)
 
     def __torch_dispatch__(
@@ -427,15 +425,3 @@ _HOST_READS = frozenset(
         Tensor.__dlpack__,
     ]
 )
-_TORCH, _OPTIM = str(Path(torch.__file__).parent), str(Path(torch.optim.__file__).parent)
-_OURS = str(Path(__file__).parents[1])
-
-
-def _calling_line() -> str:
-    """Return the line of the optimizer that called the current operation, if it has a file."""
-    for frame in reversed(traceback.extract_stack()):
-        name = frame.filename
-        if name.startswith(_OPTIM) or not name.startswith((_TORCH, _OURS)):
-            where = f" at {'/'.join(Path(name).parts[-2:])}:{frame.lineno}: `{frame.line}`"
-            return where if frame.line else ""
-    return ""
