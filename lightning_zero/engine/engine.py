@@ -195,11 +195,9 @@ class Engine:
 
     def _by_unit(self, optimizer: Optimizer, engines: Sequence[Engine]) -> UnitStep | None:
         """Return what steps an optimizer where masters and states rest, if that is elsewhere."""
-        if not self.sharded.settings.steps_by_unit:
-            return None
-        offload, scratch = self.sharded.settings.offload, self.sharded.scratch
-        if offload is None:
-            return RoundedStep(optimizer)
+        settings, scratch = self.sharded.settings, self.sharded.scratch
+        if (offload := settings.offload) is None:
+            return RoundedStep(optimizer) if settings.stochastic_rounding else None
         if offload.optimizer != "nvme" or scratch is None:
             own = [weakref.proxy(engine) for engine in engines]  # as the optimizer may live on
             ledger = self.comm.transport.ledger

@@ -234,7 +234,7 @@ class ModelPlan:
             keeps_whole = adds and not settings.plan(torch.float32).reduces_every_microbatch
             adds = adds and not keeps_whole
             num_shards = settings.division(world_size)["num_shards"]
-            if settings.steps_by_unit:
+            if settings.offload is not None or settings.stochastic_rounding:
                 self._states.require_units()
         own, num_copies = rank % num_shards, world_size // num_shards
         state_of = self._states.of_rank(own, num_shards)

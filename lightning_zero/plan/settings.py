@@ -268,11 +268,6 @@ class Settings:
             " on an accelerator's host. Remove one of them.",
         )
 
-    @property
-    def steps_by_unit(self) -> bool:
-        """Return whether an optimizer steps unit by unit."""
-        return self.offload is not None or self.stochastic_rounding
-
     def division(self, world_size: int, ranks_on_node: int | None = None) -> dict[str, Any]:
         """Return the arguments of a ``Communicator`` that say how it divides the ranks.
 
