@@ -23,7 +23,6 @@ from torch._dynamo.eval_frame import skip_code
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.optimizer import Removable
 from lightning_zero.parameters import unfollowed
 from lightning_zero.tensors import internals, outside, tensors_in
 
@@ -99,7 +98,7 @@ def hook_calls(
     *,
     releases: bool = False,
     with_kwargs: bool = False,
-) -> list[Removable]:
+) -> list[RemovableHandle]:
     """Call ``before`` and ``after`` around a module's forward, unless they are needless."""
     first = Hook(module, before, needless[0], releases=releases)
     return [

@@ -23,7 +23,6 @@ from lightning_zero.engine.reductions import ReductionOrder
 from lightning_zero.engine.schedule import Prefetcher
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.engine.unit import Call, Residency, Unit, Weights
-from lightning_zero.optimizer import Removable
 from lightning_zero.parameters import hook_last
 from lightning_zero.plan import check_parameter
 from lightning_zero.tensors import internals, runs_outside, tensors_in
@@ -51,7 +50,7 @@ class Step:
         self._sharded, self._root = sharded, sharded.root
         self.prefetcher = Prefetcher(sharded)
         self.backward = Backward(sharded, self, self.prefetcher)
-        self.handles: list[Removable] = []
+        self.handles: list[Any] = []
         self.is_open = self.is_inside = self.keeps_graph = False
         self.is_interrupted = self.is_closed = self.is_torn = False
         self._depth = 0

@@ -19,7 +19,6 @@ clip        norms, clipping and unscaling of gradients over all ranks
 
 from lightning_zero.optimizer.attached import (
     Announced,
-    Removable,
     bare,
     follow,
 )

@@ -7,7 +7,7 @@ import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -73,13 +73,6 @@ class Announced(functools.partial[Any]):
         if vars(owner).get(name) is self:
             del vars(owner)[name]
             vars(owner).update({} if self.before is None else {name: self.before})
-
-
-class Removable(Protocol):
-    """Something installed on the optimizer or the module."""
-
-    def remove(self) -> None:
-        """Uninstall it."""
 
 
 def put_around(

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.comm import Communicator, agreed
-from lightning_zero.optimizer.attached import METHODS, Removable, put_around, with_inner
+from lightning_zero.optimizer.attached import METHODS, put_around, with_inner
 from lightning_zero.optimizer.known import Way
 from lightning_zero.optimizer.pieces import FindPiece, held_by, is_whole_state
 from lightning_zero.optimizer.steppers import Stepper, pieces_of_groups, stepper_of, take_over
@@ -86,7 +86,7 @@ class OptimizerHooks:
             *(self.change, self.change, self._load, self._zero_grad),
             *(self._of_whole, self._of_whole, self._register),
         ]
-        self.handles: list[Removable] = [
+        self.handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
             # The user's hooks may read and change weights, so they run outside of the step.
             internals.hook_first(self._after_step, optimizer),
