@@ -45,4 +45,4 @@ from lightning_zero.comm.transport import (
     sum_into,
     weights_of,
 )
-from lightning_zero.comm.watchdog import end_at_exit
+from lightning_zero.comm.watchdog import end_at_exit, listed

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_zero.comm import Control, SyncPoint, with_complements
+from lightning_zero.comm import Control, SyncPoint, listed, with_complements
 from lightning_zero.engine.sharded_model import ShardedModel
 from lightning_zero.optimizer import bare, parameter_of
 from lightning_zero.plan import Settings, cut_of, find_units, whole_shape
@@ -77,15 +77,11 @@ def differences(of_ranks: Sequence[Sequence[str]]) -> list[str]:
     for line in dict.fromkeys(chain.from_iterable(zip_longest(*of_ranks))):
         ranks = [rank for rank, lines in enumerate(sets) if line in lines]
         if line is not None and len(ranks) < len(sets):
-            found.append(f"{_ranks(ranks)}: {line}")
+            found.append(f"{listed(ranks)}: {line}")
     if not found:
         first = next((row for row in zip_longest(*of_ranks) if len(set(row)) > 1), ())
-        found = [f"{_ranks([rank])}, in another order: {line}" for rank, line in enumerate(first)]
+        found = [f"{listed([rank])}, in another order: {line}" for rank, line in enumerate(first)]
     return found
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 # -- lines -----------------------------------------------------------------------------------------
