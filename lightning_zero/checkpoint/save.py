@@ -213,7 +213,7 @@ class FileSave(Save):
         for name, place in layout.items():
             value = self.values[name]
             if brings:
-                for start, chunk in brought(value, self.control):
+                for start, chunk in self.control.collect(value.part_bytes, value.start_byte):
                     yield *place, start, chunk
             elif value.part.numel():
                 yield *place, value.start_byte, value.part_bytes
@@ -313,7 +313,7 @@ def collected(checkpoint: Any, control: Control) -> Any:
         value = values[name]
         device = "meta" if control.rank else "cpu"
         whole = torch.empty_strided(*value.facts[:2], dtype=value.dtype, device=device)
-        for start, chunk in brought(value, control):
+        for start, chunk in control.collect(value.part_bytes, value.start_byte):
             bytes_of(whole.untyped_storage())[start : start + len(chunk)] = chunk
         if control.rank == 0:
             value.value = whole
@@ -329,20 +329,6 @@ def _settled(value: Any) -> Any:
         copied.update({key: _settled(item) for key, item in value.items()})
         return copied
     return type(value)(map(_settled, value)) if type(value) in (list, tuple) else value
-
-
-def brought(value: ShardedValue, control: Control) -> Iterator[tuple[int, Tensor]]:
-    """Yield byte offsets and bytes of all ranks' parts on rank 0, and send this rank's part.
-
-    A collective; the other ranks yield nothing.
-    """
-    part = value.part_bytes
-    # Of cut parameters, the ranks' parts are not in the order of the ranks.
-    starts, sizes = zip(*control.gather_objects((value.start_byte, len(part))), strict=True)
-    places = [*starts]
-    for peer, message in control.collect(part, sizes):
-        yield places[peer], message
-        places[peer] += len(message)
 
 
 def _upload(file: Path, url: str) -> None:

@@ -320,29 +320,25 @@ class Control:
                 dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def collect(self, part: Tensor, sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """Bring every rank's bytes to rank 0, one message at a time.
+    def collect(self, part: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield every rank's bytes on rank 0, each message with its place; a collective.
 
-        Args:
-            part: This rank's bytes ``[n]``, on any device.
-            sizes: How many bytes each rank has.
-
-        Yields:
-            On rank 0 ``(peer, bytes)``, in rank order, at most :data:`MESSAGE_BYTES` at a time;
-            nothing on other ranks.
+        The other ranks yield nothing. ``part`` is this rank's bytes ``[n]``, on any device, and
+        ``start`` their place. A message has at most :data:`MESSAGE_BYTES`.
         """
-        chunks = torch.split(part, MESSAGE_BYTES) if part.numel() else ()
+        extents = self.gather_objects((start, len(part)))
         with self.watchdog.explained():
             if self.rank:
-                for chunk in chunks:
-                    dist.send(chunk.to("cpu"), 0, group=self._group)
+                for at in range(0, len(part), MESSAGE_BYTES):
+                    dist.send(part[at : at + MESSAGE_BYTES].to("cpu"), 0, group=self._group)
                 return
-            yield from ((0, chunk) for chunk in chunks)
-            for peer in range(1, self.world_size):
-                for start in range(0, sizes[peer], MESSAGE_BYTES):
-                    chunk = torch.empty(min(MESSAGE_BYTES, sizes[peer] - start), dtype=torch.uint8)
-                    dist.recv(chunk, peer, group=self._group)
-                    yield peer, chunk
+            for peer, (first, nbytes) in enumerate(extents):
+                for at in range(0, nbytes, MESSAGE_BYTES):
+                    chunk = part[at : at + MESSAGE_BYTES]
+                    if peer:
+                        chunk = torch.empty(min(MESSAGE_BYTES, nbytes - at), dtype=torch.uint8)
+                        dist.recv(chunk, peer, group=self._group)
+                    yield first + at, chunk
 
     def _at(self, place: str) -> AbstractContextManager[None]:
         watchdog = self.watchdog  # which knows the waits of one thread

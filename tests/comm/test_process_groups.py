@@ -176,8 +176,9 @@ def connected(most: int) -> int:
     rank, world = other.rank, other.world_size
     assert other.gather_objects("a" * 600 * rank) == ["a" * 600 * r for r in range(world)]
     assert other.broadcast_object(rank) == 0
-    parts = [*other.collect(torch.full((3,), rank, dtype=torch.uint8), [3] * world)]
-    assert [part.tolist() for _, part in parts] == [[r] * 3 for r in range(world)] or rank
+    parts = [*other.collect(torch.full((3,), rank, dtype=torch.uint8), 3 * rank)]
+    found_parts = [(at, part.tolist()) for at, part in parts]
+    assert found_parts == [(3 * r, [r] * 3) for r in range(world)] or rank
     control.watchdog.leave()
     return found
 
