@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.memory.model import Estimate
-from lightning_zero.memory.walk import KINDS, RESTING
+from lightning_zero.memory.walk import AWAY_ROWS, KINDS, RESTING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,14 +93,12 @@ def estimate_table(estimates: Sequence[Estimate]) -> str:
             "model states": found.model_states,
             "peak": found.peak.total,
             "saved": saved if saved > estimates[0].peak.total // 1000 else None,
-            **{f"host {kind}": count for kind, count in found.host.items() if found.offload},
+            **{row: found.rests[row] for row in AWAY_ROWS if found.offload},
             "host peak": found.host_peak if found.offload else None,
-            **{f"disk {kind}": count for kind, count in found.disk.items() if found.offload},
             "disk": sum(found.disk.values()) or None,
         }
     rows = [*RESTING, "model states", *KINDS[len(RESTING) :], "peak", "saved"]
-    rows += [*(f"host {kind}" for kind in RESTING), "host peak"]
-    return table(columns, [*rows, *(f"disk {kind}" for kind in RESTING), "disk"])
+    return table(columns, [*rows, *AWAY_ROWS, "host peak", "disk"])
 
 
 def write_report(

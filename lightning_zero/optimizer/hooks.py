@@ -46,6 +46,7 @@ class OptimizerHooks:
 
     Attributes:
         verdict: How the optimizer is stepped, and why.
+        notice: A line on how the optimizer is stepped.
         handles: Remove them to uninstall the hooks.
 
     Raises:
@@ -82,6 +83,7 @@ class OptimizerHooks:
         self._closure: Callable[[], Any] | None = None
         self._arguments: Callable[[], _Arguments | None] = lambda: None
         self._point(optimizer)
+        self.notice = self._stepper.describe(self.verdict.reason)
         functions: list[Callable[..., Any]] = [
             *(self.change, self.change, self._load, self._zero_grad),
             *(self._of_whole, self._of_whole, self._register),
@@ -119,11 +121,6 @@ class OptimizerHooks:
         with agreed(control, doing), stepper_of(optimizer).holding_parts():
             found = verdict_of(optimizer, master_of, choices=self._choices, by_unit=by_unit)
         return slowest(control.gather_objects(found))
-
-    @property
-    def notice(self) -> str:
-        """A line on how the optimizer is stepped."""
-        return self._stepper.describe(self.verdict.reason)
 
     @runs_outside
     def _point(self, optimizer: Optimizer) -> None:
