@@ -414,10 +414,6 @@ class ZeROStrategy(Sharding, DDPStrategy):
     def _control(self) -> Control | None:
         return None if self._run is None else self._run.comm.control
 
-    def _leave_ranks(self) -> None:
-        if self._control is not None:
-            self._control.watchdog.leave()
-
     # -- checkpoints -----------------------------------------------------------------------------
 
     @override
@@ -444,7 +440,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
         inner = unwrapped(optimizer)
         known = [unwrapped(other) for other in self.optimizers]
         number = next((n for n, other in enumerate(known) if other is inner), len(known))
-        return self._checkpoints.optimizer_state(inner, f"optimizer {number}")
+        return self._current.checkpoints.optimizer_state(inner, f"optimizer {number}")
 
     def _require_savable(self, optimizer: Optimizer) -> None:
         """Raise at setup, not at the first save, if a directory has no place for the state."""
@@ -476,7 +472,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
                 " Remove one of them."
             )
         is_async = self.settings.async_checkpoint or len(self._plugins) > 1
-        self._checkpoints.save(
+        self._current.checkpoints.save(
             checkpoint,
             filepath,
             str(self.precision_plugin.precision),
@@ -490,13 +486,9 @@ class ZeROStrategy(Sharding, DDPStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self._writes_files and self._run is not None:
-            self._checkpoints.saver.remove(str(filepath))
+            self._run.checkpoints.saver.remove(str(filepath))
         elif self.is_global_zero:
             self.checkpoint_io.remove_checkpoint(filepath)
-
-    @property
-    def _checkpoints(self) -> Checkpoints:
-        return self._current.checkpoints
 
     @property
     def _plugins(self) -> list[Any]:
@@ -521,11 +513,12 @@ class ZeROStrategy(Sharding, DDPStrategy):
             return super().load_checkpoint(checkpoint_path, **given)
         self._agree_to_load(str(checkpoint_path))
         path = self._run.path = str(checkpoint_path)
-        loaded: Any = self._checkpoints.load(checkpoint_path, self._plugins[-1], weights_only)
+        loaded: Any = self._run.checkpoints.load(checkpoint_path, self._plugins[-1], weights_only)
         held: dict[str, Any] = loaded if isinstance(loaded, dict) or not self._writes_files else {}
         if not self._writes_files:
             return held
-        if are_safetensors(Path(path)) and not self._is_fitting:
+        is_fitting = self._module.trainer.state.fn == TrainerFn.FITTING
+        if are_safetensors(Path(path)) and not is_fitting:
             held["pytorch-lightning_version"] = internals.VERSION
         for key in ("state_dict", "pytorch-lightning_version"):
             if key not in held:
@@ -565,7 +558,7 @@ class ZeROStrategy(Sharding, DDPStrategy):
         if self._current.has_agreed_to_load:
             return
         self._current.has_agreed_to_load = True
-        paths = self._checkpoints.control.gather_objects(path)
+        paths = self._current.checkpoints.control.gather_objects(path)
         without = [str(rank) for rank, its in enumerate(paths) if its is None]
         if without and len(without) < len(paths):
             given = next(its for its in paths if its is not None)
@@ -574,10 +567,6 @@ class ZeROStrategy(Sharding, DDPStrategy):
                 " ckpt_path is None or leads to no checkpoint on its disk. Pass the same ckpt_path"
                 " on every rank, on a disk that all ranks share."
             )
-
-    @property
-    def _is_fitting(self) -> bool:
-        return self._module.trainer.state.fn == TrainerFn.FITTING
 
     def _load_weights(self, weights: Mapping[str, Any], strict: bool) -> None:
         try:
@@ -596,10 +585,10 @@ class ZeROStrategy(Sharding, DDPStrategy):
             return
         optimizers, states = [*map(unwrapped, self.optimizers)], checkpoint["optimizer_states"]
         try:
-            prepared = self._checkpoints.prepared(optimizers, states)
+            prepared = self._current.checkpoints.prepared(optimizers, states)
         except ValueError as error:
             raise ValueError(f"Cannot resume from {self._current.path!r}. {error}") from error
-        self._checkpoints.load_optimizers(zip(optimizers, prepared, strict=False))
+        self._current.checkpoints.load_optimizers(zip(optimizers, prepared, strict=False))
         here, there = len(optimizers), len(states)
         if here != there:
             fresh = [type(optimizer).__name__ for optimizer in optimizers[there:]]
@@ -629,20 +618,18 @@ class ZeROStrategy(Sharding, DDPStrategy):
         assert self.cluster_environment is not None
         run, self.model = self._run, self.lightning_module
         # One may raise, for a full disk or dead ranks; the others must still run.
-        with ExitStack() as endings:
-            for end in reversed(
-                [
-                    *((run.stand_ins.close, run.checkpoints.saver.close) if run else ()),
-                    self._end_engine,
-                    self._move_to_host,
-                    self.precision_plugin.teardown,
-                    self.accelerator.teardown,
-                    self.checkpoint_io.teardown,
-                    self.cluster_environment.teardown,
-                    self._leave_ranks,
-                ]
-            ):
-                endings.callback(end)
+        with ExitStack() as endings:  # which calls the last one first
+            if run is not None:
+                endings.callback(run.comm.control.watchdog.leave)
+            endings.callback(self.cluster_environment.teardown)
+            endings.callback(self.checkpoint_io.teardown)
+            endings.callback(self.accelerator.teardown)
+            endings.callback(self.precision_plugin.teardown)
+            endings.callback(self._move_to_host)
+            endings.callback(self._end_engine)
+            if run is not None:
+                endings.callback(run.checkpoints.saver.close)
+                endings.callback(run.stand_ins.close)
 
     def _end_engine(self) -> None:
         if (engine := self._open_engine) is None:
