@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,8 @@ from lightning_zero.memory import (
     parse_bytes,
     write_report,
 )
-from lightning_zero.plan import STRATEGIES, Settings, strategy_arguments
+from lightning_zero.plan import ARGUMENTS, STRATEGIES, Settings, strategy_arguments
+from lightning_zero.trainer import ZeROStrategy
 
 _ROWS = """\
 Each kind: the most that a rank holds of it within a step; 1 GB is 10^9 bytes.
@@ -41,15 +43,7 @@ peak: the largest total at one instant, so it may be less than the sum of all ki
 saved: how much lower the peak is than that of {first}."""
 
 
-_OF_LIGHTNING = {
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-}
+_OF_LIGHTNING = inspect.signature(ZeROStrategy).parameters.keys() - ARGUMENTS - {"config"}
 """Arguments of the strategy that are Lightning's, and change no memory."""
 
 
