@@ -77,10 +77,10 @@ class ReductionOrder:
 
     def _announce(self, have_run: Sequence[bool]) -> bytes:
         """Return flags of this rank's gradients: whether others may come, and a checksum."""
-        may_come = any(
+        may_come = True in [
             unit.announced != (unit.wants if ran else [False] * len(unit.wants))
             for unit, ran in zip(self._units, have_run, strict=True)
-        )
+        ]
         announced = [comes for unit in self._units for comes in unit.announced]
         checksum = zlib.crc32(bytes([*announced, *self._has_grads()]))
         return bytes([may_come]) + with_complements(checksum.to_bytes(4, "big"))
@@ -125,7 +125,7 @@ class ReductionOrder:
         left = self._turns_left()
         while left:
             self._reduce(left.pop(0))
-        late = [unit.has_late_gradients for unit in self._units]
+        late = [True in [f.gradients.is_pending for f in u.flat_parameters] for u in self._units]
         if not self._is_settled:
             has_grads = self._agree(late)
         elif True in late:
@@ -148,8 +148,15 @@ class ReductionOrder:
             flat.gradients.install(list(itertools.islice(held, len(flat.parameters))))
 
     def _has_grads(self) -> list[bool]:
-        """Return for each parameter whether it has a gradient on this rank, or is to get one."""
-        return [has_grad for flat in self._flats for has_grad in flat.gradients.has_grads]
+        """Return for each parameter whether it has a gradient on this rank, or is to get one.
+
+        Its piece may keep an earlier one.
+        """
+        return [
+            is_used or piece.grad is not None
+            for flat in self._flats
+            for is_used, piece in zip(flat.gradients.used, flat.pieces, strict=True)
+        ]
 
     def _agree(self, late: Sequence[bool]) -> list[bool]:
         """Reduce late gradients; return which parameters have a gradient on any rank."""

@@ -479,11 +479,6 @@ class Unit:
         self.are_complete = not self._missing
         return self.are_complete
 
-    @property
-    def has_late_gradients(self) -> bool:
-        """Return whether a gradient came after the unit's reduction."""
-        return True in [flat.gradients.is_pending for flat in self.flat_parameters]
-
     @span("reduce")
     def reduce(self) -> None:
         """Start to average the arrived gradients over the ranks."""

@@ -30,13 +30,10 @@ def parameter_of(member: Parameter) -> Parameter:
     return member.parameter if isinstance(member, Piece) else member
 
 
-def put_members(
-    optimizer: Optimizer, found: Mapping[int, Piece], member: Callable[[Piece], Parameter]
-) -> None:
-    """Replace members of the param groups by those of the pieces ``found`` by ids, in place."""
+def put_members(optimizer: Optimizer, new: Mapping[int, Parameter]) -> None:
+    """Replace members of the param groups by the ``new`` ones for their ids, in place."""
     for group in optimizer.param_groups:
-        pieces = [(one, found.get(id(one))) for one in group["params"]]
-        group["params"][:] = [one if own is None else member(own) for one, own in pieces]
+        group["params"][:] = [new.get(id(one), one) for one in group["params"]]
 
 
 def as_of_master(state: Mapping[str, Any], piece: Piece) -> Mapping[str, Any]:

@@ -281,9 +281,10 @@ class FlatParameters:
 
     def _point(self, values: Sequence[Tensor], *, guarded: bool = True) -> None:
         with internals.as_plain_tensors():
-            for parameter, data in zip(self.parameters, values, strict=True):
+            for parameter, classes, data in zip(self.parameters, self.classes, values, strict=True):
                 properties.SET_DATA(parameter, data)
-        self.guard(guarded=guarded)
+                parameter.__class__ = classes[not guarded]  # as in `guard`, without another call
+        self.is_guarded = guarded
 
     def guard(self, *, guarded: bool = True) -> None:
         """Guard the parameters, or make them readable, but leave their data in place."""

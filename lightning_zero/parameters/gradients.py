@@ -273,14 +273,6 @@ class FlatGradients:
     # -- from the shard to the optimizer ---------------------------------------------------------
 
     @property
-    def has_grads(self) -> list[bool]:
-        """For each parameter, whether it got a gradient or its piece keeps an earlier one."""
-        return [
-            is_used or piece.grad is not None
-            for is_used, piece in zip(self.used, self.pieces, strict=True)
-        ]
-
-    @property
     def is_pending(self) -> bool:
         """Return whether a gradient has arrived that is not reduced."""
         return self.partial is not None and True in self.partial.filled
