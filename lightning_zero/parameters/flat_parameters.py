@@ -318,8 +318,9 @@ class FlatParameters:
     def may_be_edited(self) -> bool:
         """Return whether users may have changed whole weights; the same on every rank."""
         edits = self.edits
-        is_written = edits.is_exposed or edits.versions != edits.versions_now
-        return bool((self.plan.rests_apart and is_written) or edits.moved)
+        if self.plan.rests_apart and (edits.is_exposed or edits.versions != edits.versions_now):
+            return True
+        return bool(edits.moved)
 
     @torch.no_grad()
     def store_edits(self) -> None:
